@@ -236,7 +236,7 @@ class PlacedModel:
 
     @property
     def frozen(self) -> Sequence[keras.Variable]:
-        """Those that it does not, of the same kind: no statistics, no seeds."""
+        """Those that it does not; see `kdist.program.model_state.frozen_weights`."""
         trained = {id(v) for v in self.trained}
         return [v for v in frozen_weights(self.model) if id(v) not in trained]
 

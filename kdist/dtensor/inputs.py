@@ -28,7 +28,7 @@ class SliceInputs:
 
     Args:
         state: The model's variables.
-        entries: `Stored` of each trainable variable.
+        entries: `Stored` of each of `ModelState.params`.
         topology: The mesh as programs see it; an axis inside that cuts the batch cuts inputs.
         mesh: DTensor mesh of every slice.
         storage: The mesh as weights are stored on it, the same by default.

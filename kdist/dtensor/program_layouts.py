@@ -30,7 +30,7 @@ class MeshPrograms:
 
     Args:
         program: The model's pure functions.
-        entries: `Stored` of each trainable variable.
+        entries: `Stored` of each of `ModelState.params`.
         topology: The mesh.
         layouts: The model's resolved layouts.
         want_outputs: Whether training and test steps must return the model's outputs.

@@ -45,7 +45,7 @@ class Gatherer:
     """Gathers parameters on all slices.
 
     Args:
-        entries: `Stored` of each trainable variable.
+        entries: `Stored` of each of `ModelState.params`.
         topology: The mesh.
         devices: Where each slice computes: one device takes whole parameters, the devices of a
             slice with inner axes the parts that their layouts say.

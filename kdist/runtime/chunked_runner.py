@@ -30,7 +30,7 @@ class ChunkedRunner(PlainRunner):
 
     Args:
         program: The pure functions.
-        entries: `Stored` of each trainable variable.
+        entries: `Stored` of each of `ModelState.params`.
         topology: The mesh.
         chunking: How they are cut.
         keys: Which parameters share a bucket.

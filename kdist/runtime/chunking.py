@@ -63,7 +63,7 @@ class Chunks:
 
     Args:
         chunking: How they are cut.
-        entries: `Stored` of each trainable variable.
+        entries: `Stored` of each of `ModelState.params`.
         topology: The mesh.
         devices: Where each slice computes; see `Gatherer`.
         keys: Which parameters share a bucket.

@@ -45,7 +45,7 @@ class InnerAxes:
 
     Args:
         state: The model's variables.
-        entries: `Stored` of each trainable variable.
+        entries: `Stored` of each of `ModelState.params`.
         layouts: The model's resolved layouts, on the mesh as programs see it and as weights are
             stored on it.
         alltoall: Whether re-layouts may use all-to-all.

@@ -45,7 +45,7 @@ class MeshRunner:
 
     Args:
         program: The pure functions.
-        entries: `Stored` of each trainable variable.
+        entries: `Stored` of each of `ModelState.params`.
         layouts: The model's resolved layouts, on the mesh as programs see it and as weights are
             stored on it.
         alltoall: Whether re-layouts may use all-to-all.

@@ -36,7 +36,7 @@ class OneDevice:
 
     Args:
         state: The model's variables.
-        entries: `Stored` of each trainable variable.
+        entries: `Stored` of each of `ModelState.params`.
         topology: The mesh as programs see it.
         storage: The mesh as weights are stored on it.
         jit_compile: Compile functions with XLA.

@@ -55,7 +55,7 @@ class PipelineRunner:
 
     Args:
         program: What the stages share.
-        entries: `Stored` of each trainable variable.
+        entries: `Stored` of each of `ModelState.params`.
         topology: The mesh.
         backend: What a stage runs on: `OneDevice` or `InnerAxes`.
         recorder: Gives what records when training steps ran what, if they are to be recorded.

@@ -102,7 +102,7 @@ class PlainRunner:
 
     Args:
         program: The pure functions.
-        entries: `Stored` of each trainable variable.
+        entries: `Stored` of each of `ModelState.params`.
         topology: The mesh.
         jit_compile: Compile each program with XLA.
         lacking: Of XLA that nobody asked for: told what it lacks, if a program goes without it.

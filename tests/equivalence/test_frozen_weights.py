@@ -13,7 +13,7 @@ from keras import layers, ops
 
 from .case import CLASSES, Case, Data, labels, weights
 from .features import Feature
-from .harness import compare
+from .harness import compare, precision
 from .matrix import level_config, product, spread
 from .optimizer_zoo import OPTIMIZERS
 from .own_steps import Taped
@@ -170,3 +170,46 @@ def test_they_are_gathered_op_by_op(engine: str) -> None:
         config=CUT,
         compile={"run_eagerly": True},
     )
+
+
+class Masked(keras.Model):
+    """A model with a `call` of its own, masks in it, and most weights frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = layers.Embedding(WORDS, WIDTH, mask_zero=True)
+        self.attention = layers.MultiHeadAttention(4, 2)
+        self.up, self.down = layers.Dense(16, "tanh"), layers.Dense(WIDTH)
+        self.cell, self.head = layers.LSTM(8), layers.Dense(CLASSES)
+
+    def call(self, ids: Any) -> Any:
+        mask = self.words.compute_mask(ids)
+        x = self.words(ids)
+        x = x + self.attention(x, x, attention_mask=mask[:, None, :])
+        x = x + self.down(self.up(x))
+        return self.head(self.cell(x, mask=mask))
+
+
+def _losses(axes: dict[str, int]) -> list[float]:
+    keras.utils.set_random_seed(0)
+    model = Masked()
+    x, y, weight = _data(0, 13)
+    model(x)
+    for layer in (model.words, model.up, model.down, model.attention.query_dense):
+        layer.trainable = False
+    if axes:
+        layouts = {".*(query|key|value)/kernel": (None, "model", None)} if "model" in axes else None
+        config = kdist.ParallelConfig(mesh=kdist.mesh(**axes), layout_map=layouts, **CUT)
+        kdist.parallelize(model, config)
+    model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    found = model.fit(x, y, 5, 2, 0, shuffle=False, sample_weight=weight).history["loss"]
+    if axes:
+        assert len(model.plan().frozen) == 7  # a table, and three kernels with their biases
+    return list(found)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("axes", [{"data": 2}, {"data": 2, "model": 2}], ids=str)
+def test_masks_of_a_subclassed_model_too(axes: dict[str, int]) -> None:
+    with precision("float64"):
+        np.testing.assert_allclose(_losses(axes), _losses({}), rtol=1e-9)
