@@ -73,7 +73,7 @@ def follow_fusion(parallel: Parallel) -> None:
     parallel.own_updates.let_go()
     if parallel.layouts is None or parallel.level != 3:
         return
-    wanted = zip(parallel.trained, parallel.spread().placements)
+    wanted = parallel.wanted_placements()
     if any(parallel.entries[id(v)].placement != placement for v, placement in wanted):
         parallel.forget_functions(parallel.jit_compile)
         parallel.spread_parameters()
@@ -89,19 +89,21 @@ def follow_weights(parallel: Parallel, kind: str) -> None:
     """Makes the steps anew if another model, which has the same weights, has moved them.
 
     Raises:
-        ValueError: To train, they have to be where the model's own optimizer updates them.
+        ValueError: What trains has to be where the model's own optimizer updates it.
     """
     entries = parallel.entries
     now = {key: stored(entry.variable) or entry for key, entry in entries.items()}
     moved = [n for n, entry in entries.items() if now[n] is not entry]
     if not moved:
         return
-    if kind == "train":
+    trained = [id(v) for v in parallel.trained if id(v) in moved]
+    if trained and kind == "train":
         raise ValueError(
             "Another model that has the same weights was compiled since, and has moved them to "
             "where its optimizer updates them. Compile this one again to train it. Received: "
-            f"model={parallel.model.name!r}, moved={[entries[n].variable.path for n in moved]}"
+            f"model={parallel.model.name!r}, moved={[entries[n].variable.path for n in trained]}"
         )
     entries.update((n, now[n]) for n in moved)
-    parallel.level = None  # the other's
+    if trained:
+        parallel.level = None  # the other's
     parallel.forget_functions(parallel.jit_compile)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from kdist._compat import keras_models, keras_xla
 from kdist.api import mirrored_scope
+from kdist.api.plain_models import tell_plain_models
 from kdist.api.sharded_optimizer import config_for
 from kdist.api.spreading import spread_for
 from kdist.config.compression import Classes
@@ -28,7 +29,6 @@ from kdist.runtime.chunking import Chunking
 from kdist.runtime.loss_terms import LossTerm, whole_loss, whole_loss_note
 from kdist.sharding.placement import Placement, shape_of
 from kdist.stages.stages import StagedModel
-from kdist.storage import retired
 from kdist.storage.sparse import looked_up
 from kdist.storage.variables import Stored, replace
 
@@ -99,7 +99,7 @@ class PlacedModel:
         self.entries = place_weights(placed, self.topology)
         if any(self.entries[id(v)].placement != placement for v, placement in placed):
             self.level = None  # of another model, which has the same weights
-        self._tell_plain_models()
+        tell_plain_models(self.model)
 
     def gained_and_lost(self) -> tuple[list[str], list[str]]:
         """Paths of weights that the model has, and has no more, since they were placed.
@@ -136,22 +136,7 @@ class PlacedModel:
         for variable, placement in placed:
             if id(variable) in before:
                 self.entries[id(variable)] = replace(before[id(variable)], placement)
-        self._tell_plain_models()
-
-    def _tell_plain_models(self) -> None:
-        """Has what Keras, and the user, compute with the model's layers follow their weights.
-
-        Models inside this one may have functions for XLA, or know of functions by other names.
-        """
-        retired.forget_readers()
-        inside = keras_models.flat_layers(self.model)
-        for layer in inside:
-            keras_xla.leave_out_xla(layer)
-        for layer in inside:
-            if isinstance(layer, keras.Model):
-                keras_xla.forget_made(layer)
-                if layer is not self.model:
-                    keras_xla.forget_functions(layer)
+        tell_plain_models(self.model)
 
     def _resolved(self) -> ModelLayouts:
         inside = self.whole_batch is not None
@@ -241,6 +226,11 @@ class PlacedModel:
         return [v for v in frozen_weights(self.model) if id(v) not in trained]
 
     @property
+    def frozen_here(self) -> Sequence[keras.Variable]:
+        """Those of `frozen` that no other model decides about; the weights are placed."""
+        return [v for v in self.frozen if self.entries[id(v)].placed_for() in (None, self)]
+
+    @property
     def params(self) -> list[keras.Variable]:
         """What steps take as parameters; see `ModelState.params`. The weights are placed."""
         frozen = [v for v in self.frozen if self.entries[id(v)].placement.gathered]
@@ -253,14 +243,15 @@ class PlacedModel:
         return self._spread(optimizer, self.trained, placed, config, self.classes())
 
     def spread_frozen(self) -> Spread:
-        """Where optimizer parallelism stores `frozen`, and what of it is gathered together.
+        """Where optimizer parallelism stores `frozen_here`, and what of it is gathered together.
 
         Nothing updates them; level 3 stores them like what trains.
         """
-        placed, fusion = self._placed_by_layout(self.frozen), self.config.fusion
+        frozen, fusion = self.frozen_here, self.config.fusion
         if fusion.index:  # counts what trains
             fusion = dataclasses.replace(fusion, mode="none", index=())
-        return self._spread(None, self.frozen, placed, self.optimizer_config, None, fusion)
+        placed = self._placed_by_layout(frozen)
+        return self._spread(None, frozen, placed, self.optimizer_config, None, fusion)
 
     def _placed_by_layout(self, variables: Sequence[keras.Variable]) -> list[Placement]:
         """Where layouts and stages alone put some weights."""
@@ -352,18 +343,28 @@ class PlacedModel:
     def spread_parameters(self, compiled: bool = False) -> None:
         """Moves parameters to where the compiled optimizer's level wants them.
 
+        Of models that share a weight, the last to train it decides where it is; where none does,
+        the first whose level stores it cut.
+
         Args:
             compiled: Whether there is an optimizer, of the model or of the user's step.
         """
         config, compiled = self.optimizer_config, compiled or self.model.compiled
-        if self.layouts is None or not compiled or config.level == 0 == self.level:
+        if self.layouts is None or not compiled:
             return
-        self.level = config.level
-        variables = [*self.trained, *self.frozen]
-        wanted = [*self.spread().placements, *self.spread_frozen().placements]
-        for variable, placement in zip(variables, wanted, strict=True):
-            self.entries[id(variable)] = replace(self.entries[id(variable)], placement)
-        self._tell_plain_models()
+        decided = [*self.trained, *(self.frozen_here if config.level == 3 else ())]
+        if config.level > 0 or self.level != 0:
+            self.level = config.level
+            for variable, placement in self.wanted_placements():
+                self.entries[id(variable)] = replace(self.entries[id(variable)], placement)
+            tell_plain_models(self.model)
+        for variable in decided:
+            self.entries[id(variable)].placed_for = weakref.ref(self)
+
+    def wanted_placements(self) -> Iterator[tuple[keras.Variable, Placement]]:
+        """Where optimizer parallelism has weights that this model decides about."""
+        yield from zip(self.trained, self.spread().placements, strict=True)
+        yield from zip(self.frozen_here, self.spread_frozen().placements, strict=True)
 
     @property
     def whole_loss(self) -> str:

@@ -76,7 +76,7 @@ class PlannedModel(PlacedModel):
     def bucket_keys(self) -> list[Hashable | None]:
         """Of each of `params`, the key of its bucket; None where it travels alone."""
         keys = list(self.spread().keys)
-        frozen = dict(zip(map(id, self.frozen), self.spread_frozen().keys))
+        frozen = dict(zip(map(id, self.frozen_here), self.spread_frozen().keys))
         found = [frozen.get(id(v)) for v in self.params[len(keys) :]]
         return [*keys, *(None if key is None else ("frozen", key) for key in found)]
 
@@ -154,7 +154,7 @@ class PlannedModel(PlacedModel):
         variables, decisions = [*self.trained], [*self.spread().decisions]
         config = self.optimizer_config
         if config.level == 3:
-            variables += self.frozen
+            variables += self.frozen_here
             decisions += self.spread_frozen().decisions
         by_layout = {id(v): one for v, one in self._placements()}
         opted = parallel_optimizer.of(variables)
@@ -190,7 +190,7 @@ class PlannedModel(PlacedModel):
     def _asked_to_gather(self, spread: Collection[str]) -> tuple[str, ...]:
         """See `ModelFacts`; `spread` are paths of what level 3 gathers."""
         freed = self.blocks.freed
-        asked = [v for v in (*self.trained, *self.frozen) if id(v) in freed]
+        asked = [v for v in (*self.trained, *self.frozen_here) if id(v) in freed]
         gathered = {p.path for _, p in self._placements() if p.gathered} | set(spread)
         return () if gathered & {v.path for v in asked} else tuple(v.path for v in asked)
 

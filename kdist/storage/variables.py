@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from kdist._compat import keras_trainer
@@ -77,6 +77,7 @@ class Stored:
         placement: Its cut.
         unborn: What it begins with, until its parts are made; see `kdist.storage.unborn`.
         settled: Whether it stays where it is, as far as is known: the model is compiled.
+        placed_for: Gives what decides where it is, if that lives; see `PlacedModel`.
         masters: Whole copies kept by optimizers that must see the whole tensor.
         updaters: Weak references to what has updated it; see `Jobs.take`.
         anchor: What tapes know it by, if it is whole nowhere and tapes have to; see
@@ -92,6 +93,7 @@ class Stored:
         self.anchor: tf.Variable | None = None
         self.unborn: Any = unborn(variable)
         self.settled = False
+        self.placed_for: Callable[[], Any] = lambda: None
         self._locals: dict[Coordinate, keras.Variable] = {}
         if self.unborn is None:
             self._make_locals()
@@ -125,9 +127,8 @@ class Stored:
         It is what reading the variable gives, and has to have that key before an optimizer of its
         own is built, whoever reads first.
         """
-        there = [s for s in self.placement.shards if math.prod(s.shape)] or self.placement.shards[
-            :1
-        ]
+        shards = self.placement.shards
+        there = [s for s in shards if math.prod(s.shape)] or shards[:1]
         if self.unborn is None and len(there) == 1:
             whole = keras_trainer.tf_variable(self._locals[there[0].holders[0]])
             whole._unique_id = self.variable.__dict__[KEY]
@@ -240,17 +241,16 @@ class Stored:
 
     def _assign_parts(self, values: Given) -> None:
         """Writes values part by part: no more than one is in host memory beside the variables."""
-        dtype = raw_dtype(self.variable)
         for index, holders in self._by_part():
             with tf.device("/device:CPU:0"):
-                part = values.part(index, dtype)
+                part = values.part(index, raw_dtype(self.variable))
             for at in holders:
                 with tf.device(self.device(at)):
                     self.locals[at].assign(tf.identity(part))
         for device, local in self.masters:
             whole = tuple(slice(0, n) for n in self.placement.shape)
             with tf.device(device):
-                local.assign(values.part(whole, dtype))
+                local.assign(values.part(whole, raw_dtype(self.variable)))
 
     def stored_parts(self) -> list[Part]:
         """See `parts_of`."""
