@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import kdist
@@ -53,14 +55,18 @@ def _tuned() -> keras.Model:
     return model
 
 
+def _of_dtype(add: Callable, dtype: str, **options: Any) -> Any:
+    return add(**{**options, "dtype": dtype})
+
+
 def _adapted() -> keras.Model:
     """The same with LoRA on most of its products, whose factors Keras makes in float32."""
     model = _tuned()
     found = model._flatten_layers(include_self=False)
     for layer in [one for one in found if isinstance(one, layers.Dense | layers.EinsumDense)]:
         if layer.name not in ("head", "key"):
-            add = layer.add_weight
-            wide = lambda add=add, **options: add(**{**options, "dtype": "float64"})  # noqa: E731
+            add, dtype = layer.add_weight, layer.variable_dtype
+            wide = functools.partial(_of_dtype, add, dtype)
             object.__setattr__(layer, "add_weight", wide)
             layer.enable_lora(2)
             object.__delattr__(layer, "add_weight")
@@ -157,6 +163,23 @@ def test_a_loss_over_the_whole_batch_too(loss: str, row: str, engine: str) -> No
     optimizer = OPTIMIZERS["adam"]
     compare(
         WHOLE[loss], axes, optimizer=optimizer, engine=engine, config=options, features=[frozen]
+    )
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("dtype", ["mixed_bfloat16", "mixed_float16"])
+@pytest.mark.parametrize("row", ["data4", "data2 model2"])
+def test_in_sixteen_bits(row: str, dtype: str, engine: str) -> None:
+    """With LoRA, whose factors and whose kernels are cast apart."""
+    axes, options = ROWS[row]
+    name = "loss_scale_sgd" if dtype == "mixed_float16" else "sgd_momentum"
+    compare(
+        CASES["_adapted"],
+        axes,
+        optimizer=OPTIMIZERS[name],
+        engine=engine,
+        config=options,
+        dtype=dtype,
     )
 
 

@@ -133,15 +133,20 @@ def test_a_table_on_the_host_that_does_not_train(where: str) -> None:
     assert "table/embeddings on the host: " in str(kdist.inspect(model))
 
 
-@pytest.mark.parametrize("where", ["one stage", "two chunks"])
-def test_rows_that_are_looked_up_a_step_ahead(where: str) -> None:
-    """All rows of the next batch are those that this step changes, and so they travel twice."""
-    model = _model("host ahead", where, steps_per_execution=3)
+def _sent_ahead(where: str, **options: Any) -> tuple[keras.Model, list[Any]]:
+    """A model that looks up a step ahead, and what a step sends to the host and from it."""
+    model = _model("host ahead", where, steps_per_execution=3, **options)
     x, y = _batch(3)
     functions = executed.watch(lambda: model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0))
     step = executed.largest(functions)
     # The first step of an execution is outside of the loop.
-    sent = [one for one in _with_host(model, step) if "while/body" in one.tensor]
+    return model, [one for one in _with_host(model, step) if "while/body" in one.tensor]
+
+
+@pytest.mark.parametrize("where", ["one stage", "two chunks"])
+def test_rows_that_are_looked_up_a_step_ahead(where: str) -> None:
+    """All rows of the next batch are those that this step changes, and so they travel twice."""
+    model, sent = _sent_ahead(where)
     (planned,) = model.plan().host_tables()
     assert planned.messages == len(sent)
     times, host = 2 if where == "two chunks" else 1, attached(model).topology.host
@@ -175,11 +180,7 @@ def test_look_ups_in_parts(where: str, kind: str) -> None:
 
 
 def test_rows_that_do_not_change_are_not_read_again_where_they_are_looked_up_ahead() -> None:
-    model = _model("host ahead", "flat", trains=False, steps_per_execution=3)
-    x, y = _batch(3)
-    functions = executed.watch(lambda: model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0))
-    step = executed.largest(functions)
-    sent = [one for one in _with_host(model, step) if "while/body" in one.tensor]
+    model, sent = _sent_ahead("flat", trains=False)
     (planned,) = model.plan().host_tables()
     assert planned.messages == len(sent)
 
