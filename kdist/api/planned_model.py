@@ -13,6 +13,7 @@ from kdist.api.placed_model import PlacedModel
 from kdist.api.sharded_optimizer import parallel_optimizer
 from kdist.api.table_optimizers import table_notes
 from kdist.config.effect_in_part import (
+    ELSEWHERE,
     Part,
     compression_in_part,
     levels_in_part,
@@ -31,6 +32,7 @@ from kdist.pipeline.work import WeightUse, Work, chunk_schedule, work_of
 from kdist.plan.between_processes import crossed_axes
 from kdist.plan.device_memory import DeviceMemory
 from kdist.plan.inside_layers import InsideTraffic, counted_per
+from kdist.plan.partition import Decision
 from kdist.plan.plan import Plan, make_plan
 from kdist.report import memory as device_memory
 from kdist.runtime.keras_contract import is_built
@@ -154,8 +156,10 @@ class PlannedModel(PlacedModel):
         variables, decisions = [*self.trained], [*self.spread().decisions]
         config = self.optimizer_config
         if config.level == 3:
-            variables += self.frozen_here
-            decisions += self.spread_frozen().decisions
+            here = {id(v) for v in self.frozen_here}
+            others = [v for v in self.frozen if id(v) not in here]
+            variables += [*self.frozen_here, *others]
+            decisions += [*self.spread_frozen().decisions, *map(self._elsewhere, others)]
         by_layout = {id(v): one for v, one in self._placements()}
         opted = parallel_optimizer.of(variables)
         parts = []
@@ -169,6 +173,11 @@ class PlannedModel(PlacedModel):
         replicas = self.topology.data_size
         levels = levels_in_part(config, replicas, parts) if self.model.compiled else ()
         return [*levels, *compression_in_part(self.classes())]
+
+    def _elsewhere(self, variable: keras.Variable) -> Decision:
+        """What another model, which decides about a weight, does with it."""
+        cut = self.entries[id(variable)].placement.gathered
+        return Decision(variable.path, "slice" if cut else "whole", ELSEWHERE)
 
     def _asked_tables(self) -> tuple[str, ...]:
         """See `ModelFacts`."""

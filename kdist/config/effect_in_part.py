@@ -16,6 +16,8 @@ from kdist.display.tables import readable
 MOST = 0.5
 """Of the parameters' bytes, what may stay whole without a note."""
 
+ELSEWHERE = "another parallel model, which has it too, decides where it is stored"
+
 
 @dataclasses.dataclass(frozen=True)
 class Part:
@@ -57,6 +59,8 @@ def levels_in_part(
         instead = "Lower threshold_kb, or see the plan's table of optimizer parallelism"
         if largest.reason.endswith("by hand"):
             instead = "Split it over the data axis, or cut it by a layout_map"
+        elif largest.reason == ELSEWHERE:
+            instead = "Compile that model with level 3 too"
         yield WithoutEffect(
             setting,
             f"they stay whole; the largest, {largest.path!r}: {largest.reason}",

@@ -132,3 +132,18 @@ def heads(axes: dict[str, int] | None) -> list[float]:
 @pytest.mark.parametrize("axes", [{"data": 4}, {"data": 2, "model": 2}], ids=["data", "inner"])
 def test_two_heads_over_a_frozen_base_equal_one_device(axes: dict[str, int]) -> None:
     np.testing.assert_allclose(heads(axes), heads(None), rtol=1e-9)
+
+
+def test_that_another_model_keeps_frozen_weights_whole_is_told() -> None:
+    mesh, (_, base, _) = kdist.mesh(data=4), networks()
+    head = keras.layers.Dense(4, name="head")
+    tuned = keras.Model(base.input, head(base.get_layer("d1").output))
+    for model, level in ((base, 2), (tuned, 3)):
+        levels = kdist.OptimizerConfig(level=level, threshold_kb=0)
+        kdist.parallelize(model, kdist.ParallelConfig(mesh=mesh, optimizer=levels))
+        model.compile("sgd", "mse")
+        base.trainable = False
+    told = "another parallel model.*Compile that model with level 3 too"
+    with pytest.warns(UserWarning, match=told):
+        tuned.train_on_batch(np.ones((ROWS, 6)), np.ones((ROWS, 4)))
+    assert [one.gathered for one in tuned.plan().weights] == [False, False, True, True]
