@@ -16,10 +16,11 @@ from kdist._compat.function_graphs import traced_anew
 from kdist.config.recompute_blocks import Blocks
 from kdist.program.blocks import named
 from kdist.program.eager_look_ups import EagerLookUps
-from kdist.program.fetched_tables import FetchedTables, LookedUp
+from kdist.program.fetched_tables import FetchedTables
 from kdist.program.forward_scope import ForwardScope
 from kdist.program.logits import attach_logits, logits_among, logits_of, with_logits
 from kdist.program.look_ups import TableRows
+from kdist.program.looked_up import LookedUp
 from kdist.program.loss import CountedLoss, SharedLoss, TermKind, added_parts, term_kinds
 from kdist.program.loss_parts import collected, penalty_name
 from kdist.program.model_state import ModelState

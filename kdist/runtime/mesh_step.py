@@ -16,7 +16,7 @@ from kdist.dtensor.call import CannotExpand
 from kdist.dtensor.signatures import signature
 from kdist.graphs.instantiation import prepared_cheaply
 from kdist.program.batch import SplitBatch, leading, split
-from kdist.program.fetched_tables import tensors_of, with_tensors
+from kdist.program.looked_up import tensors_of, with_tensors
 from kdist.program.step_result import SliceResult, StepResult
 from kdist.program.training_pass import TrainingPass
 from kdist.runtime.by_shape import ByShape

@@ -21,7 +21,7 @@ from kdist.optimizer.reduction import Reduction
 from kdist.optimizer.slice_gradients import part_of
 from kdist.optimizer.update import DistributedUpdate
 from kdist.program.batch import SplitBatch, join, split
-from kdist.program.fetched_tables import RowsAhead, corrected
+from kdist.program.looked_up import RowsAhead, corrected
 from kdist.program.program import Program
 from kdist.program.state import combine
 from kdist.program.step_result import SliceResult, StepResult

@@ -13,7 +13,8 @@ from typing import Any
 from kdist._compat import keras_trainer
 from kdist.optimizer.gradients import GradientSource
 from kdist.optimizer.reduction import Reduction
-from kdist.program.fetched_tables import FetchedTables, LookedUp
+from kdist.program.fetched_tables import FetchedTables
+from kdist.program.looked_up import LookedUp
 from kdist.program.loss_parts import LossParts, merged, penalty_name
 from kdist.program.step_result import StepResult
 from kdist.runtime.plain_runner import Begin
