@@ -9,7 +9,7 @@ from typing import Any
 from kdist.dtensor import sizes
 from kdist.dtensor.sizes import Examples
 from kdist.sharding.placement import Index
-from kdist.storage.variables import assemble
+from kdist.storage.parts import assemble
 
 import numpy as np
 import tensorflow as tf

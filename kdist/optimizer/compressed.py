@@ -20,7 +20,7 @@ from kdist.sharding.mesh import Topology
 from kdist.sharding.owners import UpdateUnit
 from kdist.sharding.placement import Coordinate, Placement, relative
 from kdist.storage.flat_rows import flat, unflat
-from kdist.storage.variables import assemble
+from kdist.storage.parts import assemble
 
 import tensorflow as tf
 

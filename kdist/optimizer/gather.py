@@ -13,8 +13,9 @@ from typing import Any
 from kdist.sharding.mesh import Topology
 from kdist.sharding.placement import Coordinate, Placement, shape_of
 from kdist.storage.flat_rows import flat, unflat
+from kdist.storage.parts import assemble
 from kdist.storage.transfer import Sent
-from kdist.storage.variables import Stored, assemble
+from kdist.storage.variables import Stored
 
 import tensorflow as tf
 

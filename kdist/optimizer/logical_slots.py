@@ -14,7 +14,8 @@ from kdist._compat import keras_optimizers
 from kdist.optimizer.local import LocalOptimizer
 from kdist.sharding.placement import Index, covers
 from kdist.storage.flat_rows import Piece
-from kdist.storage.variables import Part, assemble, become_view, unborn
+from kdist.storage.parts import assemble
+from kdist.storage.variables import Part, become_view, unborn
 
 import keras
 import numpy as np

@@ -19,9 +19,9 @@ from kdist.sharding.placement import (
 from kdist.storage import sparse
 from kdist.storage.fetched_table import FetchedTable
 from kdist.storage.overwritten import added_up
-from kdist.storage.parts import InParts, distinct_parts, whole_of
+from kdist.storage.parts import InParts, assemble, distinct_parts, whole_of
 from kdist.storage.transfer import added, largest
-from kdist.storage.variables import Stored, assemble
+from kdist.storage.variables import Stored
 
 import tensorflow as tf
 

@@ -31,8 +31,9 @@ from kdist.sharding.placement import (
     shape_of,
 )
 from kdist.storage.flat_rows import flat_view, unflat
+from kdist.storage.parts import assemble
 from kdist.storage.row_views import rows_view
-from kdist.storage.variables import Stored, assemble, make_local
+from kdist.storage.variables import Stored, make_local
 
 import keras
 import numpy as np

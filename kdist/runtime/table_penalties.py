@@ -19,8 +19,7 @@ from kdist.program.loss_parts import LossParts, merged, penalty_name
 from kdist.program.step_result import StepResult
 from kdist.runtime.plain_runner import Begin
 from kdist.sharding.placement import Index, covers
-from kdist.storage.parts import InParts
-from kdist.storage.variables import assemble
+from kdist.storage.parts import InParts, assemble
 
 import keras
 import tensorflow as tf

@@ -1,4 +1,4 @@
-"""Tensors put together from the parts that the inner coordinates of a slice hold."""
+"""Tensors put together from parts: those that the inner coordinates of a slice hold, say."""
 
 from __future__ import annotations
 
@@ -7,9 +7,32 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kdist.sharding.placement import Index, Placement, covers, overlap, relative, shape_of
-from kdist.storage.variables import assemble
 
 import tensorflow as tf
+
+
+def assemble(parts: Sequence[tuple[Index, Any]]) -> Any:
+    """Joins disjoint parts that tile a box into one tensor.
+
+    Args:
+        parts: (index, tensor) pairs.
+
+    Returns:
+        The tensor of the whole box, on the device in scope.
+    """
+    # Of a table that is split by hand, a device may hold no row.
+    some = [p for p in parts if all(one.stop > one.start for one in p[0])]
+    # Where there is no element at all, equal parts are disjoint.
+    parts = some or list({str(p[0]): p for p in parts}.values())
+    if len(parts) == 1:
+        return parts[0][1]
+    rank = len(parts[0][0])
+    for dim in range(rank):
+        starts = sorted({index[dim].start for index, _ in parts})
+        if len(starts) > 1:
+            groups = [[p for p in parts if p[0][dim].start == start] for start in starts]
+            return tf.concat([assemble(group) for group in groups], axis=dim)
+    raise ValueError(f"Parts must be disjoint. Received: {[index for index, _ in parts]}")
 
 
 def whole_of(placement: Placement, part: Callable[[int], Any]) -> Any:

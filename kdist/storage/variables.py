@@ -21,6 +21,7 @@ from kdist._compat.keras_trainer import KEY
 from kdist.sharding.device import Device
 from kdist.sharding.mesh import Topology
 from kdist.sharding.placement import Coordinate, Index, Placement, covers
+from kdist.storage.parts import assemble
 from kdist.storage.recipes import Given, is_mapped
 from kdist.storage.retired import forget_readers, moved, retire
 from kdist.storage.view_class import ATTRIBUTE, view_class
@@ -28,30 +29,6 @@ from kdist.storage.view_class import ATTRIBUTE, view_class
 import keras
 import numpy as np
 import tensorflow as tf
-
-
-def assemble(parts: Sequence[tuple[Index, Any]]) -> Any:
-    """Joins disjoint parts that tile a box into one tensor.
-
-    Args:
-        parts: (index, tensor) pairs.
-
-    Returns:
-        The tensor of the whole box, on the device in scope.
-    """
-    # Of a table that is split by hand, a device may hold no row.
-    some = [p for p in parts if all(one.stop > one.start for one in p[0])]
-    # Where there is no element at all, equal parts are disjoint.
-    parts = some or list({str(p[0]): p for p in parts}.values())
-    if len(parts) == 1:
-        return parts[0][1]
-    rank = len(parts[0][0])
-    for dim in range(rank):
-        starts = sorted({index[dim].start for index, _ in parts})
-        if len(starts) > 1:
-            groups = [[p for p in parts if p[0][dim].start == start] for start in starts]
-            return tf.concat([assemble(group) for group in groups], axis=dim)
-    raise ValueError(f"Parts must be disjoint. Received: {[index for index, _ in parts]}")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,6 @@ from kdist.sharding.mesh import Topology
 from kdist.sharding.placement import place
 from kdist.storage.variables import (
     ATTRIBUTE,
-    assemble,
     distribute,
     materialised,
     release,
@@ -22,8 +21,6 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from ..parity import (
     MESHES,
@@ -46,45 +43,6 @@ INNER = MESHES[1]
 def check_copies(model: keras.Model) -> None:
     for variable in model.weights:
         assert_every_copy(variable, variable.numpy())
-
-
-# -- parts -------------------------------------------------------------------------------------
-
-
-@given(
-    cuts=st.lists(st.lists(st.integers(1, 3), min_size=1, max_size=3), min_size=1, max_size=3),
-    order=st.randoms(),
-)
-@settings(deadline=None, max_examples=40)
-def test_assemble_puts_any_grid_together(cuts, order):
-    shape = [sum(c) for c in cuts]
-    whole = np.arange(np.prod(shape)).reshape(shape)
-    indices: list[tuple] = [()]
-    for lengths in cuts:
-        ends = np.cumsum(lengths)
-        spans = [slice(int(e - n), int(e)) for e, n in zip(ends, lengths)]
-        indices = [(*i, s) for i in indices for s in spans]
-    order.shuffle(indices)
-    np.testing.assert_array_equal(assemble([(i, tf.constant(whole[i])) for i in indices]), whole)
-
-
-def test_assemble_refuses_the_same_part_twice():
-    part = ((slice(0, 2),), tf.ones(2))
-    with pytest.raises(ValueError, match="disjoint"):
-        assemble([part, part])
-
-
-def test_assemble_of_nothing_has_the_shape_of_the_whole():
-    def parts(*bounds):
-        boxes = [tuple(slice(a, b) for a, b in one) for one in bounds]
-        return [(box, tf.zeros([one.stop - one.start for one in box])) for box in boxes]
-
-    none = (0, 0)
-    assert assemble(parts([none, (0, 2)], [none, (2, 4)])).shape == (0, 4)
-    assert assemble(parts([none, (0, 4)], [none, (0, 4)])).shape == (0, 4)
-    assert assemble(parts([(0, 1), none], [(1, 3), none])).shape == (3, 0)
-    # Of a table that is split by hand.
-    assert assemble(parts([none, (0, 4)], [(0, 3), (0, 4)], [(3, 3), (0, 4)])).shape == (3, 4)
 
 
 class Empty(keras.layers.Layer):
