@@ -14,7 +14,7 @@ from kdist.api.parallelize import Parallel, attached
 from kdist.dtensor.call import CannotExpand
 from kdist.program.batch import split
 from kdist.program.training_pass import TrainingPass
-from kdist.runtime.plain_runner import row_shares
+from kdist.runtime.runner_contract import row_shares
 
 import keras
 import tensorflow as tf

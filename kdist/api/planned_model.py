@@ -17,9 +17,9 @@ from kdist.config.effect_in_part import (
     Part,
     compression_in_part,
     levels_in_part,
-    no_moves,
 )
 from kdist.config.fusion import comm_fusion
+from kdist.config.idle_layouts import no_moves
 from kdist.config.parallel import ParallelConfig
 from kdist.config.without_effect import ModelFacts, WithoutEffect, without_effect
 from kdist.display.tables import readable

@@ -26,7 +26,7 @@ from kdist.program.logits import with_logits
 from kdist.program.program import attach_masks
 from kdist.program.state import combine
 from kdist.runtime.metrics import join_masks
-from kdist.runtime.plain_runner import layer_weights
+from kdist.runtime.runner_contract import layer_weights
 from kdist.sharding.owners import UpdateUnit
 from kdist.storage.fetched_table import is_fetched
 from kdist.storage.sparse import is_sparse

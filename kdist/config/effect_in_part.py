@@ -80,16 +80,6 @@ def levels_in_part(
             )
 
 
-def no_moves() -> WithoutEffect:
-    """The note on `enable_alltoall` that moves nothing; known when programs are lowered."""
-    return WithoutEffect(
-        "enable_alltoall=True",
-        "no tensor goes from a cut of one dim to a cut of another over one axis, and no table is "
-        "split by hand by rows: the programs of layers have no all-to-all",
-        "Leave it out; kdist.inspect shows which collectives layers have",
-    )
-
-
 def compression_in_part(classes: Classes | None) -> Iterator[WithoutEffect]:
     """Compression of nothing.
 

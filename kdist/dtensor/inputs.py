@@ -6,7 +6,8 @@ import functools
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from kdist.config.without_effect import WithoutEffect, uncut_dim
+from kdist.config.idle_layouts import uncut_dim
+from kdist.config.without_effect import WithoutEffect
 from kdist.dtensor import relayout, sizes
 from kdist.dtensor.sharded import Sharded, replicate
 from kdist.program.batch import leading

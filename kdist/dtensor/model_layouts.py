@@ -7,10 +7,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from kdist._compat import keras_models
+from kdist.config.idle_layouts import idle_axis, no_sequence
 from kdist.config.parallel import ParallelConfig
 from kdist.config.shard import ResolvedShard, declarations, resolve_declaration
 from kdist.config.tables import Place, Split, host_layers, split_layers
-from kdist.config.without_effect import WithoutEffect, idle_axis, no_sequence
+from kdist.config.without_effect import WithoutEffect
 from kdist.dtensor.adapters import adapter_layouts
 from kdist.dtensor.along_sequence import End, ends
 from kdist.dtensor.channels import InParts, convolutions_in_parts

@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from kdist._compat import keras_trainer, said_shapes
-from kdist.config.without_effect import WithoutEffect, uncut_dim
+from kdist.config.idle_layouts import uncut_dim
+from kdist.config.without_effect import WithoutEffect
 from kdist.dtensor import sizes
 from kdist.dtensor.lowered import mesh_dim
 from kdist.dtensor.lowering import abstract_mesh

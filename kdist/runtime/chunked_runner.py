@@ -18,7 +18,8 @@ from kdist.program.state import carried_for
 from kdist.program.step_result import SliceResult
 from kdist.runtime.chunk_run import ChunkedProgram, ChunkRun
 from kdist.runtime.chunking import Chunking, Chunks, Completion, Keys
-from kdist.runtime.plain_runner import Begin, Collected, Coming, PlainRunner
+from kdist.runtime.plain_runner import PlainRunner
+from kdist.runtime.runner_contract import Begin, Collected, Coming
 from kdist.sharding.mesh import Topology
 from kdist.storage.variables import Stored
 

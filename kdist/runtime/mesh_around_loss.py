@@ -18,7 +18,7 @@ from kdist.program.state import carried_for
 from kdist.program.step_result import SliceResult
 from kdist.runtime.chunk_run import ChunkedProgram, ChunkRun
 from kdist.runtime.mesh_runner import MeshRunner, flat_numbers
-from kdist.runtime.plain_runner import Begin, Collected, Coming
+from kdist.runtime.runner_contract import Begin, Collected, Coming
 
 import tensorflow as tf
 from tensorflow.experimental import dtensor

@@ -28,7 +28,7 @@ from kdist.program.program import Program
 from kdist.program.step_result import SliceResult
 from kdist.runtime.chunk_run import ChunkedProgram
 from kdist.runtime.chunking import Chunking, Chunks, Completion, Keys
-from kdist.runtime.plain_runner import Begin, loss_factor, row_shares
+from kdist.runtime.runner_contract import Begin, loss_factor, row_shares
 from kdist.storage.fetched_table import taking_any_ids
 from kdist.storage.parts import whole_of
 from kdist.storage.variables import Stored

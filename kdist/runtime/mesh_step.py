@@ -24,7 +24,7 @@ from kdist.runtime.in_loop import in_loop
 from kdist.runtime.in_place import InPlace
 from kdist.runtime.keras_contract import one_after_the_other, single_steps, without_optionals
 from kdist.runtime.pipeline_step import PipelineStep
-from kdist.runtime.plain_runner import Begin
+from kdist.runtime.runner_contract import Begin
 from kdist.runtime.step import Step
 from kdist.runtime.taken import Taken
 from kdist.runtime.whole_loss import WholeLossPipelineStep, WholeLossStep

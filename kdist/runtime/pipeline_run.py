@@ -28,8 +28,8 @@ from kdist.pipeline.work import Step, Work
 from kdist.runtime.flow import Flow
 from kdist.runtime.micro_batches import MicroBatches
 from kdist.runtime.order import Chain
-from kdist.runtime.plain_runner import Begin
 from kdist.runtime.recorder import Recorder
+from kdist.runtime.runner_contract import Begin
 
 import tensorflow as tf
 

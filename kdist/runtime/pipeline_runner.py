@@ -34,8 +34,9 @@ from kdist.runtime.micro_batches import MicroBatches
 from kdist.runtime.one_device import value_at
 from kdist.runtime.order import execution_order, forward_only, forwards_first
 from kdist.runtime.pipeline_run import PipelineRun
-from kdist.runtime.plain_runner import Begin, Collected, Coming, PlainRunner, loss_factor
+from kdist.runtime.plain_runner import PlainRunner
 from kdist.runtime.recorder import Recorder
+from kdist.runtime.runner_contract import Begin, Collected, Coming, loss_factor
 from kdist.sharding.mesh import Topology
 from kdist.stages.functions import Pass, StageFunctions, Unused
 from kdist.stages.leaves import general

@@ -28,7 +28,7 @@ from kdist.program.step_result import SliceResult, StepResult
 from kdist.program.training_pass import TrainingPass
 from kdist.runtime import metrics
 from kdist.runtime.loss_terms import OVERRIDDEN
-from kdist.runtime.plain_runner import Begin
+from kdist.runtime.runner_contract import Begin
 from kdist.runtime.table_penalties import TablePenalties, table_penalties
 from kdist.sharding.mesh import Topology
 from kdist.sharding.owners import UpdateUnit

@@ -17,7 +17,7 @@ from kdist.program.fetched_tables import FetchedTables
 from kdist.program.looked_up import LookedUp
 from kdist.program.loss_parts import LossParts, merged, penalty_name
 from kdist.program.step_result import StepResult
-from kdist.runtime.plain_runner import Begin
+from kdist.runtime.runner_contract import Begin
 from kdist.sharding.placement import Index, covers
 from kdist.storage.parts import InParts, assemble
 

@@ -29,7 +29,7 @@ from kdist.program.vjp import differentiable
 from kdist.runtime.loss_terms import OVERRIDDEN
 from kdist.runtime.metrics import join_masks
 from kdist.runtime.pipeline_step import PipelineStep
-from kdist.runtime.plain_runner import Begin, Collected, Coming, layer_weights
+from kdist.runtime.runner_contract import Begin, Collected, Coming, layer_weights
 from kdist.runtime.step import Step
 
 import keras

@@ -1,7 +1,7 @@
 import os
 import threading
 
-from kdist.config.without_effect import uncut_dim
+from kdist.config.idle_layouts import uncut_dim
 from kdist.dtensor import relayout
 
 import numpy as np
