@@ -11,7 +11,7 @@ from typing import Any
 
 from kdist.api.applied_by_hand import apply_whole
 from kdist.api.parallelize import Parallel, attached
-from kdist.dtensor.call import CannotExpand
+from kdist.dtensor.retraced import CannotExpand
 from kdist.program.batch import split
 from kdist.program.training_pass import TrainingPass
 from kdist.runtime.runner_contract import row_shares

@@ -11,7 +11,7 @@ from kdist.api.parallelize import Parallel, attached
 from kdist.display.progress import shown
 from kdist.display.tables import readable
 from kdist.dtensor.lowered import Collective, format_table
-from kdist.dtensor.lowering import Island
+from kdist.dtensor.lowered_program import Island
 from kdist.plan.device_memory import DeviceMemory
 from kdist.plan.inside_layers import counted_per
 from kdist.plan.plan import Plan

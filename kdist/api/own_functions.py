@@ -12,7 +12,7 @@ from kdist.api.own_steps import calls_of, refuse_prefetch, refuse_settings
 from kdist.api.parallelize import Parallel, attached
 from kdist.calls.layer_calls import LayerCalls
 from kdist.calls.own_steps import run_over
-from kdist.dtensor.call import CannotExpand
+from kdist.dtensor.retraced import CannotExpand
 from kdist.runtime.by_shape import ByShape
 from kdist.runtime.mesh_step import as_tensors
 

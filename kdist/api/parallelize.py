@@ -28,7 +28,7 @@ from kdist.cluster.joining import naming_failures
 from kdist.config.fusion import FusionConfig
 from kdist.config.parallel import ParallelConfig
 from kdist.display.progress import shown, silenced
-from kdist.dtensor.call import CannotExpand
+from kdist.dtensor.retraced import CannotExpand
 from kdist.graphs.instantiation import traced_without_collection, within
 from kdist.plan.inside_layers import InsideTraffic
 from kdist.runtime.keras_contract import example_of, is_built, peek, step_function

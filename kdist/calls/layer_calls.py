@@ -28,7 +28,7 @@ from kdist.calls.over_mesh import OverMesh
 from kdist.calls.tables import CallTables
 from kdist.calls.xla import refuse_within_xla
 from kdist.dtensor import sizes
-from kdist.dtensor.call import CannotExpand, Retrace
+from kdist.dtensor.retraced import CannotExpand, Retrace
 from kdist.dtensor.signatures import signature
 from kdist.program.batch import SplitBatch, split
 from kdist.program.program import Program

@@ -12,7 +12,7 @@ from kdist._compat.function_graphs import made_apart, traced_anew
 from kdist.calls.layer_calls import LayerCalls
 from kdist.calls.over_mesh import EveryGradient, NotOverMesh
 from kdist.dtensor import sizes
-from kdist.dtensor.call import Retrace
+from kdist.dtensor.retraced import Retrace
 from kdist.runtime.by_shape import ByShape
 
 import tensorflow as tf

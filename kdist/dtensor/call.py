@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kdist._compat.function_graphs import is_variable
-from kdist._compat.pass_through import PassesThrough
 from kdist.display import progress
 from kdist.dtensor import limits, relayout, sizes
 from kdist.dtensor.body import Body
@@ -18,9 +17,11 @@ from kdist.dtensor.islands import CannotCut
 from kdist.dtensor.layer_hooks import declared_layouts
 from kdist.dtensor.lifting import lift
 from kdist.dtensor.lowered import Collective
-from kdist.dtensor.lowering import Function, Island, LoweredProgram, lower
+from kdist.dtensor.lowered_program import Function, Island, LoweredProgram
+from kdist.dtensor.lowering import lower
 from kdist.dtensor.model_layouts import ModelLayouts
 from kdist.dtensor.partial_sums import Summed, marked
+from kdist.dtensor.retraced import CannotExpand, Retrace
 from kdist.dtensor.sharded import Sharded, replicate
 from kdist.dtensor.signatures import apart_from_rows, structure, tensor_spec
 from kdist.dtensor.stitched import StitchedFunction
@@ -36,64 +37,6 @@ MAX_SHAPES = 8
 """Shapes of a batch whose own programs are kept."""
 ALL = 1 - 1e-9
 GRADIENT_OF_RELAYOUT = "RelayoutLike"
-
-
-class CannotExpand(PassesThrough):
-    """The program cannot run over the inner axes; carries what of it.
-
-    Args:
-        what: It.
-        of_batch: Whether it is about one kind of batch, and others may do.
-    """
-
-    def __init__(self, what: str, *, of_batch: bool = False) -> None:
-        super().__init__(what)
-        self.of_batch = of_batch
-
-
-class Retrace(PassesThrough):
-    """The program must be traced again.
-
-    Args:
-        gather_first: Whether with gradients gathered before they are cut.
-    """
-
-    def __init__(self, *, gather_first: bool = True) -> None:
-        super().__init__()
-        self.gather_first = gather_first
-
-
-class Settled:
-    """A `tf.function` that is made and traced anew as often as `Retrace` says.
-
-    Nothing that was written into a graph that was given up ever runs. What raises `Retrace` sees to
-    it that the next is another.
-
-    Args:
-        function: What to trace.
-    """
-
-    def __init__(self, function: Callable) -> None:
-        self._function = function
-        self._traced: Any = None
-
-    def __call__(self, *args: Any) -> Any:
-        """Calls it."""
-        return self._use(lambda traced: traced(*args))
-
-    def get_concrete_function(self, *specs: Any) -> Callable:
-        """See `tf.function`."""
-        concrete: Callable = self._use(lambda traced: traced.get_concrete_function(*specs))
-        return concrete
-
-    def _use(self, use: Callable[[Any], Any]) -> Any:
-        while True:
-            if self._traced is None:  # a new one, which may make variables
-                self._traced = tf.function(self._function, autograph=False)
-            try:
-                return use(self._traced)
-            except Retrace:
-                self._traced = None
 
 
 class Lowered:

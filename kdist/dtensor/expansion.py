@@ -13,7 +13,8 @@ from kdist.dtensor.crossed_sums import uncross
 from kdist.dtensor.device_number import SHAPES
 from kdist.dtensor.islands import CannotCut, Cut, with_neighbours
 from kdist.dtensor.kept_layouts import keep_layouts
-from kdist.dtensor.lowering import LAID_OUT, Function, LoweredProgram, lower
+from kdist.dtensor.lowered_program import Function, LoweredProgram
+from kdist.dtensor.lowering import LAID_OUT, lower
 from kdist.dtensor.rewrites import rewrite
 from kdist.dtensor.sliced_sequences import gather_for_slices
 from kdist.dtensor.unmerged_products import unmerge_products

@@ -22,7 +22,7 @@ from kdist.dtensor.body import Body, control_inputs, data_inputs
 from kdist.dtensor.collectives import COLLECTIVES
 from kdist.dtensor.device_number import SHAPES
 from kdist.dtensor.limits import LAYOUTS
-from kdist.dtensor.lowering import Argument, Function, Island, LoweredProgram
+from kdist.dtensor.lowered_program import Argument, Function, Island, LoweredProgram
 from kdist.graphs.chunks import node_of
 from kdist.graphs.layer_names import layer_of
 

@@ -23,7 +23,7 @@ from kdist.dtensor.collectives import add_constant
 from kdist.dtensor.device_number import SHAPES
 from kdist.dtensor.formulas import Formula, Numbers
 from kdist.dtensor.hoisting import Hoisted, Made
-from kdist.dtensor.lowering import Argument, LoweredProgram
+from kdist.dtensor.lowered_program import Argument, LoweredProgram
 from kdist.dtensor.sizes import CannotLift, Examples
 from kdist.dtensor.twins import Twins, relax, sizes_of, twins
 from kdist.graphs.chunks import node_of

@@ -16,7 +16,7 @@ from kdist.dtensor.adapters import adapter_layouts
 from kdist.dtensor.along_sequence import End, ends
 from kdist.dtensor.channels import InParts, convolutions_in_parts
 from kdist.dtensor.limits import RULED_OUT
-from kdist.dtensor.lowering import Island
+from kdist.dtensor.lowered_program import Island
 from kdist.dtensor.relayout import Trace
 from kdist.layers.relayout import Relayout
 from kdist.layers.tables import TableConfig

@@ -29,7 +29,7 @@ from kdist.dtensor.device_number import (
 from kdist.dtensor.handed_on import handed_on, redirected
 from kdist.dtensor.joined_sums import join_sums
 from kdist.dtensor.looked_up_parts import look_up_parts
-from kdist.dtensor.lowering import LoweredProgram
+from kdist.dtensor.lowered_program import LoweredProgram
 from kdist.dtensor.partial_sums import Summands, Summed
 from kdist.dtensor.rewiring import Rewiring
 from kdist.dtensor.scattered_sums import scatter

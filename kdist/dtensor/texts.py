@@ -14,7 +14,8 @@ from typing import Any
 
 from kdist._compat import said_shapes
 from kdist.dtensor.inputs import part_of_batch
-from kdist.dtensor.lowering import LoweredProgram, positions
+from kdist.dtensor.lowered_program import LoweredProgram
+from kdist.dtensor.lowering import positions
 from kdist.dtensor.sharded import Sharded, replicate
 from kdist.graphs.inferred import imported
 from kdist.program.pruning import effects_in

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kdist.dtensor.lowering import Argument, LoweredProgram
+from kdist.dtensor.lowered_program import Argument, LoweredProgram
 from kdist.graphs.chunks import node_of
 
 import tensorflow as tf

@@ -8,7 +8,7 @@ from typing import Any
 
 from kdist.dtensor.collectives import COLLECTIVES
 from kdist.dtensor.device_number import SHAPES
-from kdist.dtensor.lowering import LoweredProgram
+from kdist.dtensor.lowered_program import LoweredProgram
 from kdist.dtensor.sizes import CannotLift
 from kdist.dtensor.stitching import Stitcher
 from kdist.graphs.chunks import node_of

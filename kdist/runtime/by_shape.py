@@ -10,7 +10,8 @@ from typing import Any
 
 from kdist.display import progress
 from kdist.dtensor import sizes
-from kdist.dtensor.call import MAX_SHAPES, CannotExpand, Settled
+from kdist.dtensor.call import MAX_SHAPES
+from kdist.dtensor.retraced import CannotExpand, Settled
 from kdist.dtensor.signatures import signature, structure, tensor_spec
 from kdist.graphs.instantiation import prepared_cheaply
 from kdist.runtime.families import BatchShape, Family, families

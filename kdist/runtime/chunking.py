@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, S
 from typing import Any
 
 from kdist.config.recompute_blocks import Blocks
-from kdist.dtensor.lowering import LoweredProgram
+from kdist.dtensor.lowered_program import LoweredProgram
 from kdist.dtensor.stitching import Stitcher
 from kdist.graphs.chunks import PARTS, Chunk, Graph, cut, parameter_chunks, whole_blocks
 from kdist.optimizer.gather import Gatherer, Places, placed

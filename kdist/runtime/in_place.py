@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kdist.dtensor.call import Settled
+from kdist.dtensor.retraced import Settled
 from kdist.graphs.instantiation import prepared_cheaply
 from kdist.runtime.by_shape import ALONE
 from kdist.runtime.taken import Taken, alive, ending_together

@@ -20,7 +20,7 @@ from kdist.dtensor.flops import graph_flops
 from kdist.dtensor.inputs import SliceInputs
 from kdist.dtensor.islands import crosses, is_handed_on
 from kdist.dtensor.layer_hooks import declared_layouts
-from kdist.dtensor.lowering import Island, LoweredProgram
+from kdist.dtensor.lowered_program import Island, LoweredProgram
 from kdist.dtensor.model_layouts import ModelLayouts
 from kdist.dtensor.partial_sums import summand
 from kdist.dtensor.program_layouts import laid_out, like, loss_view, whole_in_program, whole_readers

@@ -16,7 +16,7 @@ from kdist.dtensor import relayout
 from kdist.dtensor.call import Lowered, packed
 from kdist.dtensor.inputs import SliceInputs
 from kdist.dtensor.lowered import Collective
-from kdist.dtensor.lowering import Island
+from kdist.dtensor.lowered_program import Island
 from kdist.dtensor.model_layouts import ModelLayouts
 from kdist.dtensor.program_layouts import MeshPrograms
 from kdist.dtensor.sharded import Sharded, replicate

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kdist.dtensor import sizes
-from kdist.dtensor.call import CannotExpand
+from kdist.dtensor.retraced import CannotExpand
 from kdist.dtensor.signatures import signature
 from kdist.graphs.instantiation import prepared_cheaply
 from kdist.program.batch import SplitBatch, leading, split

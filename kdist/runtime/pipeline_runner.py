@@ -15,9 +15,9 @@ import functools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
-from kdist.dtensor.call import Settled
 from kdist.dtensor.lowered import Collective
-from kdist.dtensor.lowering import Island
+from kdist.dtensor.lowered_program import Island
+from kdist.dtensor.retraced import Settled
 from kdist.optimizer.gather import Gatherer, gather_groups
 from kdist.optimizer.gradients import GradientSource
 from kdist.pipeline.check_work import check_work

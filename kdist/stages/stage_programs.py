@@ -7,7 +7,8 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from kdist.dtensor import sizes
-from kdist.dtensor.call import MAX_SHAPES, Retrace
+from kdist.dtensor.call import MAX_SHAPES
+from kdist.dtensor.retraced import Retrace
 from kdist.dtensor.signatures import apart_from_rows
 from kdist.program.again import nodes_again, refuse_short
 from kdist.stages.body import StageBody, StageInput

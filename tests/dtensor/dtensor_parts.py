@@ -7,7 +7,8 @@ from typing import Any
 
 from kdist.dtensor import relayout
 from kdist.dtensor.expansion import expand
-from kdist.dtensor.lowering import Function, LoweredProgram, lower
+from kdist.dtensor.lowered_program import Function, LoweredProgram
+from kdist.dtensor.lowering import lower
 from kdist.dtensor.sharded import Sharded
 from kdist.dtensor.signatures import tensor_spec
 from kdist.dtensor.stitching import Stitcher

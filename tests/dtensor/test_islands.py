@@ -10,7 +10,7 @@ from kdist.dtensor.body import Body
 from kdist.dtensor.expansion import expand
 from kdist.dtensor.flops import graph_flops
 from kdist.dtensor.islands import CannotCut, with_neighbours
-from kdist.dtensor.lowering import Island, LoweredProgram
+from kdist.dtensor.lowered_program import Island, LoweredProgram
 from kdist.dtensor.stitching import Stitcher
 from kdist.graphs import executed
 

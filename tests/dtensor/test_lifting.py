@@ -8,7 +8,8 @@ from typing import Any
 from kdist.dtensor import relayout
 from kdist.dtensor.hoisting import hoist
 from kdist.dtensor.lifting import lift
-from kdist.dtensor.lowering import Function, LoweredProgram, lower
+from kdist.dtensor.lowered_program import Function, LoweredProgram
+from kdist.dtensor.lowering import lower
 from kdist.dtensor.sizes import CannotLift, Examples
 from kdist.dtensor.stitching import Stitcher
 

@@ -7,7 +7,8 @@ import sys
 from typing import Any
 
 from kdist.dtensor import relayout
-from kdist.dtensor.lowering import Function, abstract_mesh, lower
+from kdist.dtensor.lowered_program import Function
+from kdist.dtensor.lowering import abstract_mesh, lower
 from kdist.dtensor.sharded import Sharded
 from kdist.dtensor.stitching import Stitcher
 

@@ -10,7 +10,7 @@ import itertools
 from typing import Any
 
 from kdist.dtensor.collectives import CannotStitch
-from kdist.dtensor.lowering import LoweredProgram
+from kdist.dtensor.lowered_program import LoweredProgram
 from kdist.dtensor.mended_moves import mend
 
 import numpy as np

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from kdist.dtensor.call import MAX_SHAPES, CannotExpand
+from kdist.dtensor.call import MAX_SHAPES
+from kdist.dtensor.retraced import CannotExpand
 from kdist.runtime.by_shape import ByShape
 
 import pytest
