@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from kdist._compat import keras_seeds
 from kdist.storage.variables import stored
+
+import keras
 
 if TYPE_CHECKING:
     from kdist.api.parallelize import Parallel
@@ -79,9 +82,9 @@ def follow_fusion(parallel: Parallel) -> None:
         parallel.spread_parameters()
 
 
-def moved_weights(parallel: Parallel) -> list[str]:
-    """Paths of weights that another model, which has them too, has moved since."""
-    entries = parallel.entries.values()
+def moved_weights(parallel: Parallel, among: Iterable[keras.Variable]) -> list[str]:
+    """Paths of weights, of some, that another model, which has them too, has moved since."""
+    entries = parallel.entries_of(list(among))
     return [e.variable.path for e in entries if (stored(e.variable) or e) is not e]
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kdist._compat.function_graphs import converted
-from kdist.api.changed_weights import moved_weights
+from kdist.api.changed_weights import follow_weights, moved_weights
 from kdist.api.own_steps import calls_of, refuse_prefetch, refuse_settings
 from kdist.api.parallelize import Parallel, attached
 from kdist.calls.layer_calls import LayerCalls
@@ -105,6 +105,8 @@ class _Function:
             refuse_prefetch(one, WHOSE)
         for one in self._parallels:
             _refuse_moved(one)
+            follow_weights(one, "train")
+            one.prepare_own(self._step, *data)
         programs = [one.program for one in self._parallels]
         if self._programs and all(a is b for a, b in zip(programs, self._programs)):
             return
@@ -136,12 +138,12 @@ class _Function:
 
 
 def _refuse_moved(parallel: Parallel) -> None:
-    """Refuses weights that are not where the model has placed them.
+    """Refuses trained weights that are not where the model has placed them.
 
     Raises:
         ValueError: Another model has moved some.
     """
-    if moved := moved_weights(parallel):
+    if moved := moved_weights(parallel, parallel.trained):
         raise ValueError(
             "At level 3 each model stores weights as its own optimizer updates them, and the last "
             "one moves those that it shares. Use a level up to 2 for models that share weights. "

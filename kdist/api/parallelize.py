@@ -383,6 +383,7 @@ class Parallel(PreparedModel):
             )
         if example is not None:
             with tf.init_scope():
+                follow_weights(self, "train")
                 follow_frozen(self)
         # A checkpoint that was restored has made the update, before there was a batch.
         unseen = self.loss_terms is None and example is not None

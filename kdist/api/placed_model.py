@@ -353,10 +353,12 @@ class PlacedModel:
         if self.layouts is None or not compiled:
             return
         decided = [*self.trained, *(self.frozen_here if config.level == 3 else ())]
-        if config.level > 0 or self.level != 0:
-            self.level = config.level
-            for variable, placement in self.wanted_placements():
-                self.entries[id(variable)] = replace(self.entries[id(variable)], placement)
+        moved, self.level = config.level > 0 or self.level != 0, config.level
+        for variable, placement in self.wanted_placements():
+            before = self.entries[id(variable)]
+            self.entries[id(variable)] = replace(before, placement)
+            moved |= self.entries[id(variable)] is not before
+        if moved:
             tell_plain_models(self.model)
         for variable in decided:
             self.entries[id(variable)].placed_for = weakref.ref(self)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import kdist
@@ -10,6 +11,7 @@ import kdist
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 CUTS = {
     ".*[gd]1/kernel": (None, "model"),
@@ -34,8 +36,32 @@ def networks() -> tuple[keras.Model, keras.Model, keras.Model]:
     return generator, discriminator, keras.Model(noise, discriminator(generator(noise)))
 
 
+def batch_step(model: keras.Model, how: str) -> Callable:
+    """What trains a model by one batch, and returns the loss."""
+    judge = keras.losses.BinaryCrossentropy(from_logits=True)
+
+    def by_gradients(x: Any, y: Any) -> Any:
+        loss, gradients = kdist.gradients(model, x, y)
+        kdist.apply_gradients(model, gradients)
+        return loss
+
+    def by_tape(x: Any, y: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = judge(y, model(x, training=True))
+        weights = model.trainable_variables
+        model.optimizer.apply(tape.gradient(loss, weights), weights)
+        return loss
+
+    if how == "kdist.function":
+        return kdist.function(by_tape, model)
+    return by_gradients if how == "kdist.gradients" else model.train_on_batch
+
+
 def trained(
-    axes: dict[str, int] | None = None, levels: tuple[int, int] = (0, 0), both_first: bool = False
+    axes: dict[str, int] | None = None,
+    levels: tuple[int, int] = (0, 0),
+    both_first: bool = False,
+    how: str = "train_on_batch",
 ) -> tuple[list[tuple[float, float]], list[Any]]:
     """Losses of both, step by step, and all weights, after the usual loop.
 
@@ -43,6 +69,7 @@ def trained(
         axes: The mesh; None for one plain device.
         levels: Of the discriminator, and of both together.
         both_first: Whether the discriminator is compiled last, though it is frozen in the other.
+        how: What trains; see `batch_step`.
     """
     generator, discriminator, both = networks()
     if axes is not None:
@@ -62,15 +89,14 @@ def trained(
         discriminator.trainable = not of_both
         model.compile(keras.optimizers.Adam(1e-2), loss)
     rng, found, ones = np.random.default_rng(0), [], np.ones((ROWS, 1))
+    judge_step, both_step = batch_step(discriminator, how), batch_step(both, how)
     for _ in range(STEPS):
         real, noise = rng.normal(size=(ROWS, 6)), rng.normal(size=(ROWS, 4))
         fake = generator.predict(noise, verbose=0)
         discriminator.trainable = True
-        judged = discriminator.train_on_batch(
-            np.concatenate([real, fake]), np.concatenate([ones, 0 * ones])
-        )
+        judged = judge_step(np.concatenate([real, fake]), np.concatenate([ones, 0 * ones]))
         discriminator.trainable = False
-        found.append((float(judged), float(both.train_on_batch(noise, ones))))
+        found.append((float(judged), float(both_step(noise, ones))))
     return found, both.get_weights()
 
 
@@ -91,6 +117,12 @@ def test_each_has_a_level_of_its_own(levels: tuple[int, int], both_first: bool) 
     equals_one_device(trained({"data": 2, "model": 2}, levels, both_first))
 
 
+@pytest.mark.parametrize("how", ["kdist.gradients", "kdist.function"])
+@pytest.mark.parametrize("level", [0, 3])
+def test_loops_of_ones_own_follow_what_the_other_has_moved(level: int, how: str) -> None:
+    equals_one_device(trained({"data": 2, "model": 2}, (3, level), both_first=True, how=how))
+
+
 def equals_one_device(found: tuple[list[tuple[float, float]], list[Any]]) -> None:
     (losses, weights), (expected, its_weights) = found, one_device()
     np.testing.assert_allclose(losses, expected, rtol=1e-9)
@@ -98,22 +130,29 @@ def equals_one_device(found: tuple[list[tuple[float, float]], list[Any]]) -> Non
         np.testing.assert_allclose(mine, its, rtol=1e-9, atol=1e-12)
 
 
-def heads(axes: dict[str, int] | None) -> list[float]:
-    """Losses of two heads over one frozen base, trained in turn."""
+def over(axes: dict[str, int], level: int) -> kdist.ParallelConfig:
+    """A mesh, and a level that spreads everything."""
+    optimizer = kdist.OptimizerConfig(level=level, threshold_kb=0 if level else 64)
+    cuts = CUTS if "model" in axes else {}
+    return kdist.ParallelConfig(mesh=kdist.mesh(**axes), layout_map=cuts, optimizer=optimizer)
+
+
+def two_over_one_base() -> tuple[keras.Model, list[keras.Model]]:
+    """A base, and two models that are a head over it each."""
     keras.utils.set_random_seed(0)
     base = keras.Sequential([keras.Input((4,)), keras.layers.Dense(16, "tanh", name="g1")])
     base.add(keras.layers.Dense(6, "tanh", name="g2"))
-    base.trainable = False
     x = keras.Input((4,))
-    models = [keras.Model(x, keras.layers.Dense(n, name="d1")(base(x))) for n in (2, 16)]
+    return base, [keras.Model(x, keras.layers.Dense(n, name="d1")(base(x))) for n in (2, 16)]
+
+
+def heads(axes: dict[str, int] | None) -> list[float]:
+    """Losses of two heads over one frozen base, trained in turn."""
+    base, models = two_over_one_base()
+    base.trainable = False
     for n, model in enumerate(models):
         if axes is not None:
-            cuts = CUTS if "model" in axes else {}
-            optimizer = kdist.OptimizerConfig(level=3, threshold_kb=0)
-            config = kdist.ParallelConfig(
-                mesh=kdist.mesh(**axes), layout_map=cuts, optimizer=optimizer
-            )
-            model = models[n] = kdist.parallelize(model, config)
+            model = models[n] = kdist.parallelize(model, over(axes, level=3))
         model.compile(keras.optimizers.Adam(1e-2), "mse")
     rng, found = np.random.default_rng(0), []
     for _ in range(3):
@@ -147,3 +186,30 @@ def test_that_another_model_keeps_frozen_weights_whole_is_told() -> None:
     with pytest.warns(UserWarning, match=told):
         tuned.train_on_batch(np.ones((ROWS, 6)), np.ones((ROWS, 4)))
     assert [one.gathered for one in tuned.plan().weights] == [False, False, True, True]
+
+
+def thawed(axes: dict[str, int] | None) -> list[Any]:
+    """Losses and weights of a head at level 0, with a frozen base that another cuts and trains."""
+    base, models = two_over_one_base()
+    for n, (model, level) in enumerate(zip(models, (0, 3), strict=True)):
+        if axes is not None:
+            model = models[n] = kdist.parallelize(model, over(axes, level))
+        base.trainable = level == 3
+        model.compile(keras.optimizers.Adam(1e-2), "mse")
+    x, found = np.random.default_rng(0).normal(size=(ROWS, 4)), []
+    for trains in (True, False):
+        base.trainable = trains
+        model = models[trains]
+        found.append(model.train_on_batch(x, np.ones((ROWS, model.output_shape[-1]))))
+    base.trainable = True
+    models[0].compile(keras.optimizers.Adam(1e-2), "mse")
+    found += [models[0].train_on_batch(x, np.ones((ROWS, 2))) for _ in range(2)]
+    return [np.asarray(found), *models[0].get_weights()]
+
+
+@pytest.mark.parametrize("axes", [{"data": 4}, {"data": 2, "model": 2}], ids=["data", "inner"])
+def test_what_another_cut_is_whole_again_where_a_model_without_levels_thaws_it(
+    axes: dict[str, int],
+) -> None:
+    for mine, its in zip(thawed(axes), thawed(None), strict=True):
+        np.testing.assert_allclose(mine, its, rtol=1e-9, atol=1e-12)
