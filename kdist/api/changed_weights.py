@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from kdist._compat import keras_seeds
+from kdist.storage.retired import moves
 from kdist.storage.variables import stored
 
 import keras
@@ -45,7 +46,7 @@ def follow_generator(parallel: Parallel, kind: str) -> None:
     They are made anew if Keras has made its generator of random numbers since. Functions that are
     there draw from none; the next one may.
     """
-    if parallel.program is None or getattr(parallel.model, f"{kind}_function") is not None:
+    if parallel.program is None or parallel.has_made(kind):
         return
     if keras_seeds.is_late(parallel.program.unseeded):
         parallel.forget_functions(parallel.jit_compile)
@@ -80,6 +81,18 @@ def follow_fusion(parallel: Parallel) -> None:
     if any(parallel.entries[id(v)].placement != placement for v, placement in wanted):
         parallel.forget_functions(parallel.jit_compile)
         parallel.spread_parameters()
+
+
+def follow_between_steps(parallel: Parallel, kind: str) -> None:
+    """Makes the steps anew if a callback has other models move weights, or freezes some.
+
+    Of what is frozen only op by op, as Keras trains then; traced steps hear of it by `compile`.
+    """
+    if parallel.moves_seen != moves():
+        follow_weights(parallel, kind)
+        parallel.moves_seen = moves()
+    if kind == "train" and parallel.model.run_eagerly:
+        follow_frozen(parallel)
 
 
 def moved_weights(parallel: Parallel, among: Iterable[keras.Variable]) -> list[str]:

@@ -13,6 +13,7 @@ from typing import Any
 from kdist._compat import keras_trainer, keras_xla
 from kdist.api import mirrored_scope, own_steps
 from kdist.api.changed_weights import (
+    follow_between_steps,
     follow_frozen,
     follow_fusion,
     follow_generator,
@@ -146,6 +147,7 @@ class Parallel(PreparedModel):
         self.unknown_to_optimizer: tuple[list[str], list[str]] | None = None
         self.compiled_with: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self.own_updates = OwnUpdates(self)
+        self._made: dict[str, dict[str, Callable]] = {}
 
     def install(self) -> None:
         """Attaches to the model and replaces the methods that make its functions."""
@@ -164,8 +166,8 @@ class Parallel(PreparedModel):
             auto = model.jit_compile and keras_xla.compiles_by_itself(model)
             self.forget_functions(self.resolved_xla("auto" if auto else bool(model.jit_compile)))
             self.spread_parameters()
-        else:  # it may have predicted, by a function that reads weights where they were
-            keras_xla.forget_functions(model)
+        # It may have predicted, by a function that reads weights where they were.
+        keras_xla.forget_functions(model)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """`keras.Model.compile`; `jit_compile` then applies to kdist's programs.
@@ -226,19 +228,23 @@ class Parallel(PreparedModel):
             )
         self.config = dataclasses.replace(self.config, fusion=fusion)
         self._forget_memory()
-        trains = self.model.train_function is not None
         follow_fusion(self)
-        if trains:
-            self.make_train_function(force=True)
+        self._made.get("train", {}).clear()
 
     def forget_functions(self, jit_compile: bool | str) -> None:
-        """Makes all functions anew on their next use, compiled as asked; state stays."""
+        """Makes all functions anew on their next use, compiled as asked; state stays.
+
+        What Keras calls stays too: a loop of `fit` may go on with it.
+        """
         self.model.jit_compile = False
         self.forget_steps(jit_compile)
         self._forget_memory()
-        self.model.train_function = None
-        self.model.test_function = None
-        self.model.predict_function = None
+        for made in self._made.values():
+            made.clear()
+
+    def has_made(self, kind: str) -> bool:
+        """Whether there is a function of a kind: "train", "test" or "predict"."""
+        return bool(self._made.get(kind))
 
     def _forget_memory(self) -> None:
         """The step that was analysed is no more."""
@@ -266,25 +272,19 @@ class Parallel(PreparedModel):
             take_up_weights(self, kind)
         if getattr(self.model, attribute) is not None and not force:
             return
-        made: dict[str, Callable] = {}
+        made = self._made[kind] = {}
 
         def function(source: Any) -> Any:
             if kind == "train" and self.passes(source):
                 return {}
-            # Step by step, as Keras trains op by op; traced steps hear of it by `compile`.
-            if kind == "train" and self.model.run_eagerly and follow_frozen(self):
-                made.clear()
-                self.model.train_function = function
+            follow_between_steps(self, kind)
             if made:
                 with naming_failures():
                     return made["inner"](source)
             if kind == "predict":
                 example = example_of(source[0])
             else:
-                if kind == "train":
-                    source = self.verify_first(source)
-                    self.model.train_function = function
-                source, example = peek(source)
+                source, example = peek(self.verify_first(source) if kind == "train" else source)
             told = silenced(self.model.run_eagerly), shown(f"making the {kind} step")
             with told[0], told[1], traced_without_collection(), naming_failures():
                 made["inner"] = self._function(kind, example)

@@ -55,6 +55,7 @@ class PlacedModel:
         staged: How the model is cut into stages, once it is built, if it is a pipeline.
         example_input: Spec of the model's input, once a batch was seen.
         loss_terms: What is known about the compiled losses, once a batch with labels was seen.
+        moves_seen: What `retired.moves` said when a step last looked where weights are.
     """
 
     def __init__(self, model: keras.Model, config: ParallelConfig) -> None:
@@ -75,6 +76,7 @@ class PlacedModel:
         self.staged: StagedModel | None = None
         self.example_input: Any = None
         self.loss_terms: tuple[LossTerm, ...] | None = None
+        self.moves_seen = 0
 
     def place(self) -> None:
         """Resolves the layouts and moves the weights to their devices.

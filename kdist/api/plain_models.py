@@ -13,6 +13,9 @@ def tell_plain_models(model: keras.Model) -> None:
 
     Models inside this one may have functions for XLA, or know of functions by other names.
     """
+    # Here, because it imports what calls this.
+    from kdist.api.parallelize import parallel_of
+
     retired.forget_readers()
     inside = keras_models.flat_layers(model)
     for layer in inside:
@@ -20,5 +23,5 @@ def tell_plain_models(model: keras.Model) -> None:
     for layer in inside:
         if isinstance(layer, keras.Model):
             keras_xla.forget_made(layer)
-            if layer is not model:
+            if layer is not model and parallel_of(layer) is None:  # they follow by themselves
                 keras_xla.forget_functions(layer)

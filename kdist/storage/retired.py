@@ -15,6 +15,8 @@ _OF_A_TRACE = "UnliftedInitializerVariable"
 _PLAIN = ("ResourceVariable", _OF_A_TRACE)  # not what a strategy of TensorFlow made
 _CAPTURED: list[Any] = []
 """Handles of variables that are no longer the value, and that traced functions captured."""
+_MOVES = [0]
+"""How often a variable was said to be no longer the value."""
 
 
 def retire(variable: Any) -> None:
@@ -31,9 +33,15 @@ def retire(variable: Any) -> None:
 
 def moved(variable: Any) -> None:
     """Notes that a `tf.Variable` is not, or no longer alone, the value; see `forget_readers`."""
+    _MOVES[0] += 1
     kind = type(variable).__name__
     if kind in _PLAIN and (kind == _OF_A_TRACE or _holders(variable) > _holders_of_a_new_one()):
         _CAPTURED.append(variable.handle)
+
+
+def moves() -> int:
+    """How often a value has moved: while that is the same, all are where they were."""
+    return _MOVES[0]
 
 
 @functools.cache
