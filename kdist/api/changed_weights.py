@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from kdist._compat import keras_seeds
@@ -111,15 +111,34 @@ def follow_weights(parallel: Parallel, kind: str) -> None:
     now = {key: stored(entry.variable) or entry for key, entry in entries.items()}
     moved = [n for n, entry in entries.items() if now[n] is not entry]
     if not moved:
+        if parallel.level is None and kind == "train":  # it was used since, where the weights are
+            parallel.forget_functions(parallel.jit_compile)
         return
     trained = [id(v) for v in parallel.trained if id(v) in moved]
     if trained and kind == "train":
-        raise ValueError(
-            "Another model that has the same weights was compiled since, and has moved them to "
-            "where its optimizer updates them. Compile this one again to train it. Received: "
-            f"model={parallel.model.name!r}, moved={[entries[n].variable.path for n in trained]}"
-        )
+        raise _moved_by_another(parallel, trained)
     entries.update((n, now[n]) for n in moved)
     if trained:
         parallel.level = None  # the other's
     parallel.forget_functions(parallel.jit_compile)
+
+
+def follow_to_plan(parallel: Parallel) -> None:
+    """Has what is told of a step follow the weights that another model has moved.
+
+    Raises:
+        ValueError: It has moved what trains, to where this model has no step.
+    """
+    compiled = parallel.model.compiled and parallel.model.optimizer is not None
+    follow_weights(parallel, "train" if compiled else "plan")
+    if compiled and parallel.level is None and parallel.layouts is not None:
+        raise _moved_by_another(parallel, [id(v) for v in parallel.trained])
+
+
+def _moved_by_another(parallel: Parallel, weights: Sequence[int]) -> ValueError:
+    paths = [parallel.entries[n].variable.path for n in weights]
+    return ValueError(
+        "Another model that has the same weights was compiled since, and has moved them to "
+        "where its optimizer updates them. Compile this one again to train it. Received: "
+        f"model={parallel.model.name!r}, moved={paths}"
+    )

@@ -6,6 +6,7 @@ import dataclasses
 import pathlib
 from collections.abc import Sequence
 
+from kdist.api.changed_weights import follow_to_plan
 from kdist.api.inside_layers import collectives_of, over_inner_axes, refuse_batch_size
 from kdist.api.parallelize import Parallel, attached
 from kdist.display.progress import shown
@@ -149,6 +150,7 @@ def inspect(model: keras.Model, batch_size: int | None = None) -> Inspection:
     """
     refuse_batch_size(batch_size)
     parallel = attached(model)
+    follow_to_plan(parallel)
     rows = batch_size or parallel.batch_rows or len(parallel.topology.devices)
     live = device_memory.analyse(parallel, rows)
     memory = device_memory.measure(parallel, None if isinstance(live, str) else live, rows)

@@ -50,12 +50,11 @@ class PlacedModel:
         low_rank: What low-rank compression keeps between steps, and from one `update` to the next.
         user_steps: Whether steps of the user's own have called its layers.
         whole_batch: Why layers compute over the whole batch, if they do.
-        compute: The mesh as steps see it: with the data axis inside where layers compute over the
-            whole batch (see `Topology.with_data_inside`), else as it is.
+        compute: The mesh as steps see it; see `Topology.with_data_inside`.
         staged: How the model is cut into stages, once it is built, if it is a pipeline.
         example_input: Spec of the model's input, once a batch was seen.
         loss_terms: What is known about the compiled losses, once a batch with labels was seen.
-        moves_seen: What `retired.moves` said when a step last looked where weights are.
+        moves_seen: `retired.moves()` when a step last looked where weights are.
     """
 
     def __init__(self, model: keras.Model, config: ParallelConfig) -> None:
@@ -141,8 +140,7 @@ class PlacedModel:
         tell_plain_models(self.model)
 
     def _resolved(self) -> ModelLayouts:
-        inside = self.whole_batch is not None
-        again = self.layouts is not None
+        inside, again = self.whole_batch is not None, self.layouts is not None
         return ModelLayouts(self.model, self.config, self.topology, inside, again)
 
     def _refuse_batches(self) -> None:
@@ -342,28 +340,32 @@ class PlacedModel:
         params = self.params
         return frozenset(i for i, v in enumerate(params) if not freed.get(id(v), otherwise))
 
-    def spread_parameters(self, compiled: bool = False) -> None:
+    def spread_parameters(self, compiled: bool = False, takes: bool = True) -> None:
         """Moves parameters to where the compiled optimizer's level wants them.
 
         Of models that share a weight, the last to train it decides where it is; where none does,
         the first whose level stores it cut.
 
         Args:
-            compiled: Whether there is an optimizer, of the model or of the user's step.
+            compiled: Whether the user's step has an optimizer; the model may have one.
+            takes: Whether to train: those too that another model decides about.
         """
-        config, compiled = self.optimizer_config, compiled or self.model.compiled
-        if self.layouts is None or not compiled:
+        config = self.optimizer_config
+        if self.layouts is None or not (compiled or self.model.compiled):
             return
-        decided = [*self.trained, *(self.frozen_here if config.level == 3 else ())]
         moved, self.level = config.level > 0 or self.level != 0, config.level
+        undecided = () if config.level == 3 else {id(v) for v in self.frozen}
         for variable, placement in self.wanted_placements():
             before = self.entries[id(variable)]
-            self.entries[id(variable)] = replace(before, placement)
-            moved |= self.entries[id(variable)] is not before
+            if not takes and before.placed_for() not in (None, self):
+                self.level = self.level if before.placement == placement else None  # the other's
+                continue
+            self.entries[id(variable)] = after = replace(before, placement)
+            moved |= after is not before
+            if id(variable) not in undecided:
+                after.placed_for = weakref.ref(self)
         if moved:
             tell_plain_models(self.model)
-        for variable in decided:
-            self.entries[id(variable)].placed_for = weakref.ref(self)
 
     def wanted_placements(self) -> Iterator[tuple[keras.Variable, Placement]]:
         """Where optimizer parallelism has weights that this model decides about."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Collection, Hashable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
+from kdist.api.changed_weights import follow_to_plan
 from kdist.api.dealt_tables import dealt_notes
 from kdist.api.inside_layers import refuse_batch_size
 from kdist.api.placed_model import PlacedModel
@@ -42,6 +43,9 @@ from kdist.storage import nccl
 from kdist.storage.sparse import LookUp, gradients_of_rows, looked_up
 
 import keras
+
+if TYPE_CHECKING:
+    from kdist.api.parallelize import Parallel
 
 
 class PlannedModel(PlacedModel):
@@ -270,6 +274,7 @@ class PlannedModel(PlacedModel):
                     f"Received: model={self.model.name!r}"
                 )
             self.place()
+        follow_to_plan(cast("Parallel", self))
         weights = [self.entries[id(v)].placement for v in self.model.weights]
         position = {id(v): i for i, v in enumerate(self.model.weights)}
         trainable = [position[id(v)] for v in self.trained]

@@ -78,7 +78,7 @@ class PreparedModel(FittedModel):
             self._look_at_loss(example)
         if self.program is None:
             self.place()
-            self.spread_parameters()
+            self.spread_parameters(takes=kind == "train")
             self.program = self.make_program()
         if kind != "predict" and self.whole_loss:
             self.say_whole_loss()

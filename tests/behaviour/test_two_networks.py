@@ -213,3 +213,22 @@ def test_what_another_cut_is_whole_again_where_a_model_without_levels_thaws_it(
 ) -> None:
     for mine, its in zip(thawed(axes), thawed(None), strict=True):
         np.testing.assert_allclose(mine, its, rtol=1e-9, atol=1e-12)
+
+
+def test_a_model_that_is_looked_at_leaves_weights_where_another_trains_them() -> None:
+    _, models = two_over_one_base()
+    first, second = models
+    x, targets = np.ones((ROWS, 4)), [np.ones((ROWS, n)) for n in (2, 16)]
+    for model, level in zip(models, (3, 1), strict=True):
+        kdist.parallelize(model, over({"data": 4}, level))
+        model.compile(keras.optimizers.Adam(1e-2), "mse")
+    for _ in range(2):
+        before = first.evaluate(x, targets[0], verbose=0)
+        np.testing.assert_allclose(first.predict(x, verbose=0), first(x), rtol=1e-9)
+        second.train_on_batch(x, targets[1])
+        assert first.evaluate(x, targets[0], verbose=0) != before
+    for look in (first.plan, lambda: kdist.inspect(first)):
+        with pytest.raises(ValueError, match="Compile this one again to train it. Received"):
+            look()
+    first.train_on_batch(x, targets[0])  # takes them
+    assert str(kdist.inspect(first))
