@@ -19,7 +19,7 @@ from typing import Any
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "1")
 
 import kdist
-from kdist.api.parallelize import attached
+from kdist.api.attached import attached
 from kdist.graphs.in_order import peak_in_order
 
 import keras

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from kdist.api.parallelize import attached
+from kdist.api.attached import attached
 from kdist.config.fusion import FusionConfig
 from kdist.report.comm_replay import replay
 

@@ -54,7 +54,7 @@ class PipelineTimeline(keras.callbacks.Callback):
 
     def set_model(self, model: keras.Model) -> None:
         """Attaches to the model before its training function is made."""
-        from kdist.api.parallelize import attached
+        from kdist.api.attached import attached
         from kdist.runtime.recorder import Recorder
 
         super().set_model(model)
@@ -77,7 +77,7 @@ class PipelineTimeline(keras.callbacks.Callback):
 
     def on_train_end(self, logs: Mapping[str, Any] | None = None) -> None:
         """Prints and saves, and takes the clocks out of the step again."""
-        from kdist.api.parallelize import attached
+        from kdist.api.attached import attached
 
         attached(self.model).recorder = None
         self.model.train_function = None

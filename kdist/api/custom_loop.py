@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kdist.api.applied_by_hand import apply_whole
-from kdist.api.parallelize import Parallel, attached
+from kdist.api.attached import attached
+from kdist.api.parallelize import Parallel
 from kdist.dtensor.retraced import CannotExpand
 from kdist.program.batch import split
 from kdist.program.training_pass import TrainingPass

@@ -6,9 +6,10 @@ import dataclasses
 import pathlib
 from collections.abc import Sequence
 
+from kdist.api.attached import attached
 from kdist.api.changed_weights import follow_to_plan
 from kdist.api.inside_layers import collectives_of, over_inner_axes, refuse_batch_size
-from kdist.api.parallelize import Parallel, attached
+from kdist.api.parallelize import Parallel
 from kdist.display.progress import shown
 from kdist.display.tables import readable
 from kdist.dtensor.lowered import Collective, format_table

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 from kdist._compat.function_graphs import converted
+from kdist.api.attached import attached
 from kdist.api.changed_weights import follow_weights, moved_weights
 from kdist.api.own_steps import calls_of, refuse_prefetch, refuse_settings
-from kdist.api.parallelize import Parallel, attached
+from kdist.api.parallelize import Parallel
 from kdist.calls.layer_calls import LayerCalls
 from kdist.calls.own_steps import run_over
 from kdist.dtensor.retraced import CannotExpand

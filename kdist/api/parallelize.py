@@ -12,6 +12,7 @@ from typing import Any
 
 from kdist._compat import keras_trainer, keras_xla
 from kdist.api import mirrored_scope, own_steps
+from kdist.api.attached import ATTRIBUTE, parallel_of
 from kdist.api.changed_weights import (
     follow_between_steps,
     follow_frozen,
@@ -39,7 +40,6 @@ from kdist.runtime.step import Step
 import keras
 import tensorflow as tf
 
-ATTRIBUTE = "_kdist"
 METHODS = (
     "compile",
     "make_train_function",
@@ -108,26 +108,6 @@ def parallelize(model: keras.Model, config: ParallelConfig | None = None) -> ker
     with naming_failures():
         Parallel(model, config).install()
     return model
-
-
-def parallel_of(model: keras.Model) -> Parallel | None:
-    """What kdist attached to a model, or None."""
-    return model.__dict__.get(ATTRIBUTE)
-
-
-def attached(model: keras.Model) -> Parallel:
-    """What kdist attached to a model.
-
-    Raises:
-        ValueError: The model was not parallelized.
-    """
-    parallel = parallel_of(model)
-    if parallel is None:
-        raise ValueError(
-            "The model is a plain Keras model. Pass it through kdist.parallelize(model, config) "
-            f"first. Received: model={model!r}"
-        )
-    return parallel
 
 
 class Parallel(PreparedModel):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kdist._compat import keras_models, keras_xla
+from kdist.api.attached import parallel_of
 from kdist.storage import retired
 
 import keras
@@ -13,9 +14,6 @@ def tell_plain_models(model: keras.Model) -> None:
 
     Models inside this one may have functions for XLA, or know of functions by other names.
     """
-    # Here, because it imports what calls this.
-    from kdist.api.parallelize import parallel_of
-
     retired.forget_readers()
     inside = keras_models.flat_layers(model)
     for layer in inside:

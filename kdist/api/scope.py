@@ -8,7 +8,8 @@ import warnings
 from collections.abc import Iterator
 
 from kdist._compat import keras_births, keras_models, keras_optimizers, keras_saving
-from kdist.api.parallelize import attached, parallel_of, parallelize
+from kdist.api.attached import attached, parallel_of
+from kdist.api.parallelize import parallelize
 from kdist.config.parallel import ParallelConfig
 from kdist.storage import recipes
 from kdist.storage.unborn import unborn_variables

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kdist._compat import keras_optimizers
-from kdist.api.parallelize import parallel_of
+from kdist.api.attached import parallel_of
 from kdist.checkpoint.directory import read_file
 from kdist.checkpoint.manifest import Manifest
 from kdist.checkpoint.matching import match

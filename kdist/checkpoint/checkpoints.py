@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kdist.api.parallelize import parallel_of
+from kdist.api.attached import parallel_of
 from kdist.checkpoint import beside
 from kdist.checkpoint import directory as directories
 from kdist.checkpoint import snapshot as snapshots

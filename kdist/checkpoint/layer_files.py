@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kdist._compat import keras_places
-from kdist.api.parallelize import parallel_of
+from kdist.api.attached import parallel_of
 from kdist.checkpoint.directory import read_file
 from kdist.checkpoint.keras_description import ASSETS, FILE, VALUES, KerasDescription
 from kdist.checkpoint.manifest import Manifest

@@ -10,7 +10,7 @@ from typing import Any
 
 from kdist._compat import keras_optimizers
 from kdist._compat.version import VERSION
-from kdist.api.parallelize import parallel_of
+from kdist.api.attached import parallel_of
 from kdist.checkpoint import beside, shares, unsent
 from kdist.checkpoint.directory import read_files
 from kdist.checkpoint.keras_description import ASSETS, FILE, VALUES, KerasDescription, KnownPlaces

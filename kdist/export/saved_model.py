@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from kdist._compat import saved_functions
-from kdist.api.parallelize import attached
+from kdist.api.attached import attached
 from kdist.export.signature import Signature, input_specs, leaf_specs
 from kdist.export.tables import layers_without, part_by_part, together, vocabularies_of
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kdist._compat import keras_optimizers, keras_twins
-from kdist.api.parallelize import parallel_of
+from kdist.api.attached import parallel_of
 from kdist.optimizer.local import leaf_optimizers
 from kdist.optimizer.settings import carry_settings
 from kdist.optimizer.wrappers import optimizers_of, unwrap

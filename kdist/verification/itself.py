@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from kdist._compat import keras_trainer
-from kdist.api.parallelize import Parallel, attached
+from kdist.api.attached import attached
+from kdist.api.parallelize import Parallel
 from kdist.api.preprocessed import method_of
 from kdist.program.forward_scope import ForwardScope
 from kdist.program.model_state import ModelState

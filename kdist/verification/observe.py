@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kdist._compat import keras_models, keras_trainer
+from kdist.api.attached import attached
 from kdist.api.custom_loop import training_pass
-from kdist.api.parallelize import attached
 from kdist.api.preprocessed import method_of
 from kdist.optimizer.wrappers import optimizers_of
 from kdist.program.batch import leading

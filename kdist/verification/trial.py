@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from kdist._compat import keras_models
-from kdist.api.parallelize import Parallel, attached, parallelize
+from kdist.api.attached import attached
+from kdist.api.parallelize import Parallel, parallelize
 from kdist.config.parallel import ParallelConfig
 from kdist.config.state_format import StateFormatConfig
 from kdist.optimizer.wrappers import unwrap

@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from kdist._compat import keras_models
-from kdist.api.parallelize import Parallel, attached
+from kdist.api.attached import attached
+from kdist.api.parallelize import Parallel
 from kdist.api.preprocessed import preprocessed
 from kdist.display.progress import shown
 from kdist.graphs.chance import chance_kept

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import kdist
-from kdist.api.parallelize import attached
+from kdist.api.attached import attached
 from kdist.storage import recipes, unborn
 
 import keras

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 import kdist
-from kdist.api.parallelize import attached
+from kdist.api.attached import attached
 from kdist.sharding.device import Device
 
 import keras

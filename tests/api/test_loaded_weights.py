@@ -9,7 +9,7 @@ from typing import Any
 
 import kdist
 from kdist._compat import keras_saving
-from kdist.api.parallelize import attached
+from kdist.api.attached import attached
 from kdist.storage import recipes
 from kdist.storage.variables import parts_of, unborn
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import kdist
 from kdist.api import custom_loop
-from kdist.api.parallelize import attached
+from kdist.api.attached import attached
 from kdist.graphs import executed
 
 import keras

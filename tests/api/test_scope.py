@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import kdist
-from kdist.api.parallelize import attached, parallel_of
+from kdist.api.attached import attached, parallel_of
 from kdist.storage import recipes, unborn
 
 import keras

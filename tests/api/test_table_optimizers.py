@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import kdist
-from kdist.api.parallelize import attached
+from kdist.api.attached import attached
 from kdist.graphs import executed
 from kdist.layers import DistributedEmbedding, FeatureConfig, TableConfig
 from kdist.layers.lazy import LazyAdagrad, LazyAdam

@@ -7,7 +7,7 @@ from typing import Any
 
 import kdist
 from kdist._compat.keras_models import flat_layers
-from kdist.api.parallelize import attached
+from kdist.api.attached import attached
 from kdist.layers import DistributedEmbedding, FeatureConfig, TableConfig
 
 import keras

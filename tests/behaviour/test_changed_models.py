@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import kdist
+from kdist.api.attached import attached
 
 import keras
 import numpy as np
@@ -155,7 +156,7 @@ def test_fusion_is_not_changed_between_freezing_and_compile() -> None:
     fit(model)
     model.layers[0].trainable = False
     with pytest.raises(ValueError, match="compile"):
-        kdist.api.parallelize.attached(model).set_fusion(kdist.FusionConfig(mode="none"))
+        attached(model).set_fusion(kdist.FusionConfig(mode="none"))
     fit(model)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import kdist
+from kdist.api.attached import attached
 from kdist.api.own_methods import Arguments
 
 import keras
@@ -100,7 +101,7 @@ def test_compile(model: type[Base], call: Callable[[Any], None]) -> None:
 def test_what_compile_says_of_xla_counts() -> None:
     _, parallel = pair(Compiled)
     parallel.compile()
-    assert kdist.api.parallelize.attached(parallel).jit_compile is True
+    assert attached(parallel).jit_compile is True
 
 
 def test_an_argument_that_it_does_not_take() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import kdist
 from kdist import FusionConfig
-from kdist.api.parallelize import attached
+from kdist.api.attached import attached
 from kdist.callbacks import CommFusion
 from kdist.callbacks.comm_fusion import candidates_for
 

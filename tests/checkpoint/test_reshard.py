@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 
 import kdist
-from kdist.api.parallelize import attached
+from kdist.api.attached import attached
 from kdist.checkpoint import store, variables
 from kdist.checkpoint.manifest import STORE
 from kdist.optimizer.logical_slots import SlotParts

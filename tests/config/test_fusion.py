@@ -7,7 +7,7 @@ from typing import Any
 
 import kdist
 from kdist import FusionConfig
-from kdist.api.parallelize import attached
+from kdist.api.attached import attached
 from kdist.comm import LinkCost
 from kdist.config.fusion import MAX_MB, Item, assign_buckets, bucket_size, largest_fused
 from kdist.graphs import executed

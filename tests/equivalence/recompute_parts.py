@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 import kdist
-from kdist.api.parallelize import attached
+from kdist.api.attached import attached
 
 import keras
 import numpy as np

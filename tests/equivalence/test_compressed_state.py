@@ -7,7 +7,7 @@ from typing import Any
 
 import kdist
 from kdist import CompressionConfig, FusionConfig, OptimizerConfig
-from kdist.api.parallelize import attached
+from kdist.api.attached import attached
 
 import keras
 import numpy as np

@@ -9,7 +9,7 @@ import re
 import warnings
 from typing import Any
 
-from kdist.api.parallelize import attached
+from kdist.api.attached import attached
 
 import keras
 import pytest

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import kdist
-from kdist.api.parallelize import attached
+from kdist.api.attached import attached
 from kdist.dtensor import relayout
 from kdist.sharding.merged_axes import merged_axes
 from kdist.sharding.mesh import Device, Topology

@@ -12,7 +12,7 @@ import re
 from typing import Any
 
 import kdist
-from kdist.api.parallelize import attached
+from kdist.api.attached import attached
 
 import keras
 import pytest

@@ -144,7 +144,7 @@ DECLARATIONS: Mapping[str, tuple[str, Callable[[keras.Model], None]]] = {
 
 def _layouts(run: Run) -> dict[str, tuple]:
     """Path -> layout of every weight, as kdist placed it."""
-    from kdist.api.parallelize import attached
+    from kdist.api.attached import attached
 
     with precision(run.dtype):
         model = compiled(run, "kdist")

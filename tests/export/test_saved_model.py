@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import kdist
-from kdist.api.parallelize import attached
+from kdist.api.attached import attached
 
 import keras
 import numpy as np

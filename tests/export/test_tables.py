@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import kdist
+from kdist.api.attached import attached
 
 import keras
 import numpy as np
@@ -131,7 +132,7 @@ def test_vocabularies_inside_and_ids_of_no_row(tmp_path: Path) -> None:
 def test_no_other_weight_is_put_together(tmp_path: Path) -> None:
     """Parts stay apart on the way into the file too, and only tables are joined if asked."""
     model, _ = trained(TABLES["uneven_level3"])
-    entries = kdist.api.parallelize.attached(model).entries.values()
+    entries = attached(model).entries.values()
     put: list[str] = []
     for entry in entries:
 

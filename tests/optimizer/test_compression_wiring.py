@@ -6,7 +6,7 @@ from typing import Any
 
 import kdist
 from kdist import CompressionConfig, PowerSGD
-from kdist.api.parallelize import attached
+from kdist.api.attached import attached
 from kdist.plan.exchange import check_replicas
 from kdist.sharding.layout import WeightLayout
 from kdist.sharding.placement import place

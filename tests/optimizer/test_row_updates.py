@@ -9,7 +9,7 @@ from typing import Any
 import kdist
 from kdist import FusionConfig, OptimizerConfig, StateFormatConfig
 from kdist._compat import keras_trainer
-from kdist.api.parallelize import attached
+from kdist.api.attached import attached
 from kdist.graphs import executed
 from kdist.optimizer import wrappers
 from kdist.optimizer.local import ROW_WISE, changes_rows_only, needs_whole

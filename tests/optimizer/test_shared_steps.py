@@ -7,7 +7,7 @@ from typing import Any
 
 import kdist
 from kdist._compat.run_metadata import function_graphs
-from kdist.api.parallelize import attached
+from kdist.api.attached import attached
 from kdist.optimizer.local import ELEMENTWISE, LocalOptimizer
 from kdist.optimizer.logical_slots import Vectors
 from kdist.optimizer.shared_steps import SharedSteps

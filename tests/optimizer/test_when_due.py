@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 import kdist
-from kdist.api.parallelize import attached
+from kdist.api.attached import attached
 from kdist.graphs import executed
 from kdist.graphs.executed import Transfer
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import kdist
 from kdist import FusionConfig, OptimizerConfig
-from kdist.api.parallelize import attached
+from kdist.api.attached import attached
 from kdist.callbacks import CommFusion
 from kdist.graphs import executed
 from kdist.sharding.device import Device

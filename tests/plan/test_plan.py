@@ -7,7 +7,7 @@ from collections import Counter
 from typing import Any
 
 import kdist
-from kdist.api.parallelize import attached
+from kdist.api.attached import attached
 from kdist.display.tables import readable
 from kdist.graphs import executed
 from kdist.plan.between_replicas import inner_parts

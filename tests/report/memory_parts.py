@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import kdist
-from kdist.api.parallelize import attached
+from kdist.api.attached import attached
 from kdist.graphs.live_tensors import LiveTensors, Op
 from kdist.report import memory
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import kdist
-from kdist.api.parallelize import attached
+from kdist.api.attached import attached
 from kdist.graphs.live_tensors import LiveTensors
 from kdist.optimizer import early
 from kdist.runtime import step

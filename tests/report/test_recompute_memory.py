@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import kdist
-from kdist.api.parallelize import attached
+from kdist.api.attached import attached
 from kdist.dtensor.collectives import COLLECTIVES
 from kdist.graphs.layer_names import BACKWARD
 

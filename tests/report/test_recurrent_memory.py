@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import kdist
-from kdist.api.parallelize import attached
+from kdist.api.attached import attached
 from kdist.pipeline.instructions import Gather
 from kdist.report import memory
 

@@ -11,7 +11,7 @@ from collections import Counter
 from typing import NamedTuple
 
 import kdist
-from kdist.api.parallelize import attached
+from kdist.api.attached import attached
 from kdist.graphs import executed
 from kdist.graphs.executed import ASSIGNMENTS, PRODUCTS, ExecutedFunction
 from kdist.sharding.mesh import Topology

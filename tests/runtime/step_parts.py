@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from kdist._compat import dtensor_internals
-from kdist.api.parallelize import attached
+from kdist.api.attached import attached
 from kdist.dtensor.inputs import SliceInputs
 from kdist.graphs import executed
 from kdist.graphs.executed import ExecutedFunction, Node, Transfer

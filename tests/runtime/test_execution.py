@@ -8,7 +8,7 @@ from collections import Counter
 from typing import Any
 
 import kdist
-from kdist.api.parallelize import attached
+from kdist.api.attached import attached
 from kdist.graphs.executed import PRODUCTS, largest, watch
 from kdist.pipeline import Forward, Gather, get_schedule
 from kdist.runtime.flow import Flow

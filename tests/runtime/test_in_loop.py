@@ -6,7 +6,7 @@ from typing import Any
 
 import kdist
 from kdist.api import fitted_model
-from kdist.api.parallelize import attached
+from kdist.api.attached import attached
 from kdist.graphs.write_order import READS
 from kdist.runtime.in_loop import in_loop
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import kdist
-from kdist.api.parallelize import parallel_of
+from kdist.api.attached import parallel_of
 
 import keras
 import numpy as np

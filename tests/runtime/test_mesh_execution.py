@@ -7,7 +7,7 @@ from collections import Counter
 from typing import Any
 
 import kdist
-from kdist.api.parallelize import attached
+from kdist.api.attached import attached
 from kdist.graphs import executed
 from kdist.pipeline import get_schedule
 from kdist.runtime.flow import Flow

@@ -7,7 +7,7 @@ import warnings
 from typing import Any
 
 import kdist
-from kdist.api.parallelize import attached
+from kdist.api.attached import attached
 from kdist.graphs import executed
 
 import keras

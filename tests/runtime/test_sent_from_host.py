@@ -11,7 +11,7 @@ from typing import Any
 
 import kdist
 from kdist._compat import run_metadata
-from kdist.api.parallelize import attached
+from kdist.api.attached import attached
 
 import keras
 import numpy as np

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import kdist
-from kdist.api.parallelize import attached
+from kdist.api.attached import attached
 from kdist.graphs import executed
 from kdist.graphs.executed import ExecutedFunction
 from kdist.report import memory

@@ -7,7 +7,7 @@ from typing import Any
 
 import kdist
 from kdist._compat import run_metadata
-from kdist.api.parallelize import attached
+from kdist.api.attached import attached
 from kdist.graphs import executed
 from kdist.graphs.executed import ASSIGNMENTS
 from kdist.report import memory

@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 import kdist
-from kdist.api.parallelize import attached
+from kdist.api.attached import attached
 from kdist.graphs import executed
 from kdist.graphs.executed import ExecutedFunction, Transfer
 from kdist.report.look_ups import sent_by_look_ups

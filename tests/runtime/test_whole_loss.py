@@ -9,7 +9,7 @@ from typing import Any
 
 import kdist
 from kdist._compat import keras_xla
-from kdist.api.parallelize import attached
+from kdist.api.attached import attached
 
 import keras
 import numpy as np

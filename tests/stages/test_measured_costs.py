@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import kdist
-from kdist.api.parallelize import attached
+from kdist.api.attached import attached
 from kdist.pipeline import partition
 from kdist.stages.measured_costs import Costs, MeasuredCost, measure
 from kdist.stages.model_graph import graph_of
