@@ -6,7 +6,7 @@ from collections import Counter
 from typing import Any
 
 import kdist
-from kdist.api import stepped_model
+from kdist.api import planned_model
 from kdist.plan.inside_layers import InsideTraffic
 
 import keras
@@ -86,7 +86,7 @@ def test_one_slice_as_inspect_has_it() -> None:
 
 def test_of_a_pipeline_inspect_counts_a_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """And says so, as does the line about an axis that crosses processes."""
-    monkeypatch.setattr(stepped_model, "crossed_axes", lambda topology: ["model"])
+    monkeypatch.setattr(planned_model, "crossed_axes", lambda topology: ["model"])
     model = parallel(pipe=True)
     with pytest.warns(UserWarning, match="cross processes") as said:
         train(model, 8)
