@@ -55,8 +55,8 @@ def _tuned() -> keras.Model:
     return model
 
 
-def _of_dtype(add: Callable, dtype: str, **options: Any) -> Any:
-    return add(**{**options, "dtype": dtype})
+def _of_dtype(add: Callable, wanted: str, **options: Any) -> Any:
+    return add(**{**options, "dtype": wanted})
 
 
 def _adapted() -> keras.Model:
