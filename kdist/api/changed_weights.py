@@ -25,12 +25,7 @@ def take_up_weights(parallel: Parallel, kind: str) -> None:
     follow_generator(parallel, kind)
     if kind == "train" and parallel.update is None and not parallel.own_updates.began:
         follow_frozen(parallel)
-    gained, lost = parallel.gained_and_lost()
-    if gained or lost:
-        optimizer = parallel.model.optimizer if parallel.model.compiled else None
-        if optimizer is not None and optimizer.built:
-            parallel.unknown_to_optimizer = (gained, lost)
-        parallel.forget_functions(parallel.jit_compile)
+    follow_gained(parallel)
     if kind == "train" and parallel.unknown_to_optimizer is not None:
         gained, lost = parallel.unknown_to_optimizer
         raise ValueError(
@@ -38,6 +33,18 @@ def take_up_weights(parallel: Parallel, kind: str) -> None:
             "and new layers do. Call model.compile(...) again before training goes on. "
             f"Received: new weights={gained}, gone={lost}"
         )
+
+
+def follow_gained(parallel: Parallel) -> bool:
+    """Makes the steps anew if the model has gained or lost weights; tells whether."""
+    gained, lost = parallel.gained_and_lost()
+    if not gained and not lost:
+        return False
+    optimizer = parallel.model.optimizer if parallel.model.compiled else None
+    if optimizer is not None and optimizer.built:
+        parallel.unknown_to_optimizer = (gained, lost)
+    parallel.forget_functions(parallel.jit_compile)
+    return True
 
 
 def follow_generator(parallel: Parallel, kind: str) -> None:
@@ -124,7 +131,7 @@ def follow_weights(parallel: Parallel, kind: str) -> None:
 
 
 def follow_to_plan(parallel: Parallel) -> None:
-    """Has what is told of a step follow the weights that another model has moved.
+    """Has what is told of a step follow the weights: moved by another model, gained or lost.
 
     Raises:
         ValueError: It has moved what trains, to where this model has no step.
@@ -133,6 +140,9 @@ def follow_to_plan(parallel: Parallel) -> None:
     follow_weights(parallel, "train" if compiled else "plan")
     if compiled and parallel.level is None and parallel.layouts is not None:
         raise _moved_by_another(parallel, [id(v) for v in parallel.trained])
+    if parallel.layouts is not None and follow_gained(parallel):
+        parallel.place()
+        parallel.spread_parameters(takes=False)
 
 
 def _moved_by_another(parallel: Parallel, weights: Sequence[int]) -> ValueError:

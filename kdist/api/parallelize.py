@@ -145,7 +145,7 @@ class Parallel(PreparedModel):
             # Keras keeps no more than what it made of "auto".
             auto = model.jit_compile and keras_xla.compiles_by_itself(model)
             self.forget_functions(self.resolved_xla("auto" if auto else bool(model.jit_compile)))
-            self.spread_parameters()
+            self.spread_parameters(takes=model.optimizer is not None)
         # It may have predicted, by a function that reads weights where they were.
         keras_xla.forget_functions(model)
 
@@ -171,7 +171,7 @@ class Parallel(PreparedModel):
         self.unknown_to_optimizer = None
         if self.layouts is not None and is_built(self.model):
             self.place()
-        self.spread_parameters()
+        self.spread_parameters(takes=self.model.optimizer is not None)
         for entry in self.entries.values():
             entry.settled = True
 
@@ -224,7 +224,7 @@ class Parallel(PreparedModel):
 
     def has_made(self, kind: str) -> bool:
         """Whether there is a function of a kind: "train", "test" or "predict"."""
-        return bool(self._made.get(kind))
+        return getattr(self.model, f"{kind}_function") is not None and bool(self._made.get(kind))
 
     def _forget_memory(self) -> None:
         """The step that was analysed is no more."""

@@ -30,7 +30,7 @@ from kdist.runtime.loss_terms import LossTerm, whole_loss, whole_loss_note
 from kdist.sharding.placement import Placement, shape_of
 from kdist.stages.stages import StagedModel
 from kdist.storage.sparse import looked_up
-from kdist.storage.variables import Stored, replace
+from kdist.storage.variables import Stored, replace, stored
 
 import keras
 
@@ -80,9 +80,11 @@ class PlacedModel:
     def place(self) -> None:
         """Resolves the layouts and moves the weights to their devices.
 
-        Once, and again when the model has gained or lost weights since.
+        Once, and again when the model has gained or lost weights since. What another model has
+        moved since is taken from there.
         """
         if self.layouts is not None:
+            self.entries = {k: stored(one.variable) or one for k, one in self.entries.items()}
             if self.gained_and_lost() != ([], []):
                 self._place_again()
             return
@@ -185,9 +187,7 @@ class PlacedModel:
     def _placements(self) -> list[tuple[keras.Variable, Placement]]:
         """Where the layouts and the stages alone put each weight."""
         assert self.layouts is not None
-        groups = None
-        if self.staged is not None:
-            groups = self.staged.groups(self.model, self.topology)
+        groups = None if self.staged is None else self.staged.groups(self.model, self.topology)
         return placements(self.model, self.layouts, self.topology, groups)
 
     def classes(self) -> Classes | None:
@@ -203,8 +203,7 @@ class PlacedModel:
         by_layout = {id(v): placement for v, placement in placed}
         parts = []
         for v in variables:
-            index = by_layout[id(v)].inner_index(0)
-            shape = shape_of(index)
+            shape = shape_of(by_layout[id(v)].inner_index(0))
             parts.append(SimpleNamespace(path=v.path, shape=shape, dtype=v.dtype))
             parts[-1].overwrite_with_gradient = v.overwrite_with_gradient
         return self.config.compression.classes(parts, self._tables(variables))
@@ -240,6 +239,8 @@ class PlacedModel:
         """How optimizer parallelism spreads the trainable parameters; the weights are placed."""
         optimizer = self.model.optimizer if self.model.compiled else None
         placed, config = self._placed_by_layout(self.trained), self.optimizer_config
+        if config.level == 3 != self.level:  # there is no optimizer to store weights for
+            config = config.uncut()
         return self._spread(optimizer, self.trained, placed, config, self.classes())
 
     def spread_frozen(self) -> Spread:
@@ -286,9 +287,8 @@ class PlacedModel:
         classes: Classes | None,
         fusion: FusionConfig | None = None,
     ) -> Spread:
-        topology, tables = self.topology, self._tables(variables)
-        fusion = fusion or self.config.fusion
-        return spread_for(optimizer, variables, placed, config, fusion, topology, tables, classes)
+        given = fusion or self.config.fusion, self.topology, self._tables(variables), classes
+        return spread_for(optimizer, variables, placed, config, *given)
 
     @property
     def optimizer_config(self) -> OptimizerConfig:

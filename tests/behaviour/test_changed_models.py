@@ -172,3 +172,30 @@ def test_a_model_that_predicted_before_and_was_never_compiled(mesh: str, float64
     )
     kdist.parallelize(model, config)
     np.testing.assert_allclose(model.predict(X, verbose=0), before, rtol=1e-9)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda model: model.layers[0].enable_lora(2), lambda model: model.layers[0].quantize("int8")],
+    ids=["lora", "quantize"],
+)
+def test_a_changed_model_is_looked_at_before_compile(change: Callable) -> None:
+    model = parallel("data4", level=3)
+    fit(model)
+    change(model)
+    assert str(kdist.inspect(model))
+    weights = model.plan().weights
+    assert [one.path for one in weights] == [v.path for v in model.weights]
+    assert any(one.gathered for one in weights)
+    with pytest.raises(ValueError, match="weights have changed since compile"):
+        fit(model, compile=False)
+
+
+def test_a_model_at_level_3_is_looked_at_before_compile() -> None:
+    model = parallel("data4", 3)
+    for look in (model.plan, lambda: kdist.inspect(model)):
+        assert "level=3 stores weights from compile() with an optimizer on" in str(look())
+    assert not any(one.gathered for one in model.plan().weights)
+    model.compile("sgd", "mse")
+    assert any(one.gathered for one in model.plan().weights)
+    assert "level=3 stores weights" not in str(model.plan())

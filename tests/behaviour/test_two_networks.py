@@ -232,3 +232,53 @@ def test_a_model_that_is_looked_at_leaves_weights_where_another_trains_them() ->
             look()
     first.train_on_batch(x, targets[0])  # takes them
     assert str(kdist.inspect(first))
+
+
+def beside_a_trained_base(levels: tuple[int, int] | None) -> list[Any]:
+    """Losses and weights of a head that a step of one's own trains, over what another trains."""
+    base, (first, second) = two_over_one_base()
+    if levels is not None:
+        for model, level in zip((first, second), levels, strict=True):
+            kdist.parallelize(model, over({"data": 4}, level))
+    first.compile(keras.optimizers.SGD(1e-2), "mse")
+    optimizer, loss = keras.optimizers.SGD(1e-2), keras.losses.MeanSquaredError()
+
+    def step(x: Any, y: Any) -> Any:
+        with tf.GradientTape() as tape:
+            value = loss(y, second(x, training=True))
+        weights = second.trainable_variables
+        optimizer.apply(tape.gradient(value, weights), weights)
+        return value
+
+    train = step if levels is None else kdist.function(step, second)
+    x, found = np.random.default_rng(0).normal(size=(ROWS, 4)), []
+    for _ in range(2):
+        base.trainable = False
+        found.append(float(train(tf.constant(x), tf.ones((ROWS, 16), tf.float64))))
+        base.trainable = True
+        found.append(first.train_on_batch(x, np.ones((ROWS, 2))))
+    return [np.asarray(found), *first.get_weights(), *second.get_weights()]
+
+
+def test_a_first_step_of_ones_own_leaves_frozen_weights_where_another_trains_them() -> None:
+    for mine, its in zip(beside_a_trained_base((3, 3)), beside_a_trained_base(None), strict=True):
+        np.testing.assert_allclose(mine, its, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("levels", [(3, 0), (0, 3)])
+def test_a_model_compiled_without_an_optimizer_leaves_weights_where_another_trains_them(
+    levels: tuple[int, int],
+) -> None:
+    _, models = two_over_one_base()
+    first, second = models
+    for model, level in zip(models, levels, strict=True):
+        kdist.parallelize(model, over({"data": 4}, level))
+    x, targets = np.ones((ROWS, 4)), [np.ones((ROWS, n)) for n in (2, 16)]
+    first.compile(keras.optimizers.SGD(1e-2), "mse")
+    second.compile(None, "mse")
+    for _ in range(2):
+        before = second.evaluate(x, targets[1], verbose=0)
+        first.train_on_batch(x, targets[0])
+        assert second.evaluate(x, targets[1], verbose=0) != before
+    assert second.plan().weights[0].gathered == (levels[0] == 3)
+    assert str(kdist.inspect(second))

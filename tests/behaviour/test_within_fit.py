@@ -108,3 +108,28 @@ def test_a_model_around_this_one_is_compiled() -> None:
 
         found.extend(fit(compiled(inner), other))
     assert_close(found[:6], found[6:])
+
+
+class Noise(keras.layers.Layer):
+    """Adds random numbers without a seed, once it is told to."""
+
+    draws = False
+
+    def call(self, x: Any) -> Any:
+        return x + keras.random.normal((3,), dtype=x.dtype) if self.draws else x
+
+
+def test_a_function_that_the_user_has_forgotten_draws_where_keras_is() -> None:
+    found = []
+    for over_mesh in (False, True):
+        inputs, noise = keras.Input((6,)), Noise()
+        model = keras.Model(inputs, noise(keras.layers.Dense(3)(inputs)))
+        model = compiled(parallel(model, 0) if over_mesh else model)
+        keras.utils.clear_session()
+        keras.utils.set_random_seed(2)
+        model.train_on_batch(*data(8))
+        found.append(keras.random.normal((2,)))
+        noise.draws, model.train_function = True, None
+        model.train_on_batch(*data(8))
+        found.append(keras.random.normal((2,)))
+    assert_close(found[:2], found[2:])
