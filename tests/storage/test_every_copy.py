@@ -100,9 +100,7 @@ def test_such_a_loop_over_inner_axes_is_refused():
     x, _ = data(8)
     with tf.GradientTape() as tape:
         loss = tf.reduce_mean(model(x))
-        with pytest.raises(
-            AttributeError, match=r"found .* by kdist\.gradients.*Received: weight '"
-        ):
+        with pytest.raises(AttributeError, match=r"Call kdist\.gradients.*Received: weight 'up"):
             tape.gradient(loss, model.trainable_variables)
 
 
