@@ -137,9 +137,11 @@ def follow_to_plan(parallel: Parallel) -> None:
         ValueError: It has moved what trains, to where this model has no step.
     """
     compiled = parallel.model.compiled and parallel.model.optimizer is not None
+    entries = parallel.entries
     follow_weights(parallel, "train" if compiled else "plan")
     if compiled and parallel.level is None and parallel.layouts is not None:
-        raise _moved_by_another(parallel, [id(v) for v in parallel.trained])
+        theirs = [id(v) for v in parallel.trained if entries[id(v)].placed_for() is not parallel]
+        raise _moved_by_another(parallel, theirs)
     if parallel.layouts is not None and follow_gained(parallel):
         parallel.place()
         parallel.spread_parameters(takes=False)

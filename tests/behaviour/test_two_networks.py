@@ -19,6 +19,11 @@ CUTS = {
     ".*[gd]2/kernel": ("model", None),
 }
 ROWS, STEPS = 8, 4
+KINDS = {
+    "data": {"data": 4},
+    "inner": {"data": 2, "model": 2},
+    "pipe": {"pipe": 2, "data": 2},
+}
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -134,7 +139,12 @@ def over(axes: dict[str, int], level: int) -> kdist.ParallelConfig:
     """A mesh, and a level that spreads everything."""
     optimizer = kdist.OptimizerConfig(level=level, threshold_kb=0 if level else 64)
     cuts = CUTS if "model" in axes else {}
-    return kdist.ParallelConfig(mesh=kdist.mesh(**axes), layout_map=cuts, optimizer=optimizer)
+    return kdist.ParallelConfig(
+        mesh=kdist.mesh(**axes),
+        layout_map=cuts,
+        optimizer=optimizer,
+        pipeline=kdist.PipelineConfig(micro_batches=2) if "pipe" in axes else None,
+    )
 
 
 def two_over_one_base() -> tuple[keras.Model, list[keras.Model]]:
@@ -142,8 +152,10 @@ def two_over_one_base() -> tuple[keras.Model, list[keras.Model]]:
     keras.utils.set_random_seed(0)
     base = keras.Sequential([keras.Input((4,)), keras.layers.Dense(16, "tanh", name="g1")])
     base.add(keras.layers.Dense(6, "tanh", name="g2"))
-    x = keras.Input((4,))
-    return base, [keras.Model(x, keras.layers.Dense(n, name="d1")(base(x))) for n in (2, 16)]
+    x, heads = keras.Input((4,)), [keras.layers.Dense(n, name="d1") for n in (2, 16)]
+    for layer, stage in ((base, 0), (heads[0], 1), (heads[1], 1)):
+        kdist.set_stage(layer, stage)  # of a pipeline: the same for both
+    return base, [keras.Model(x, head(base(x))) for head in heads]
 
 
 def heads(axes: dict[str, int] | None) -> list[float]:
@@ -168,7 +180,7 @@ def heads(axes: dict[str, int] | None) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("axes", [{"data": 4}, {"data": 2, "model": 2}], ids=["data", "inner"])
+@pytest.mark.parametrize("axes", KINDS.values(), ids=KINDS)
 def test_two_heads_over_a_frozen_base_equal_one_device(axes: dict[str, int]) -> None:
     np.testing.assert_allclose(heads(axes), heads(None), rtol=1e-9)
 
@@ -207,7 +219,7 @@ def thawed(axes: dict[str, int] | None) -> list[Any]:
     return [np.asarray(found), *models[0].get_weights()]
 
 
-@pytest.mark.parametrize("axes", [{"data": 4}, {"data": 2, "model": 2}], ids=["data", "inner"])
+@pytest.mark.parametrize("axes", KINDS.values(), ids=KINDS)
 def test_what_another_cut_is_whole_again_where_a_model_without_levels_thaws_it(
     axes: dict[str, int],
 ) -> None:
