@@ -146,8 +146,9 @@ def _refuse_moved(parallel: Parallel) -> None:
     """
     if moved := moved_weights(parallel, parallel.trained):
         raise ValueError(
-            "At level 3 each model stores weights as its own optimizer updates them, and the last "
-            "one moves those that it shares. Use a level up to 2 for models that share weights. "
+            "At level 3 each model stores weights as its own OptimizerConfig says, and the last "
+            "one moves those that it shares. Give models that share weights one config, or a "
+            "level up to 2. "
             f"Received: model={parallel.model.name!r} in kdist.function, moved={moved[:8]}"
         )
 

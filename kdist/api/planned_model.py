@@ -196,7 +196,8 @@ class PlannedModel(PlacedModel):
         if self.config.enable_alltoall and self.layouts.compute.inner_size > 1 and not apart:
             inside = self.inside_layers(None)
             moves = inside is None or any(one.kind == "all-to-all" for one in inside)
-            if not moves and not self._asked_tables():
+            gathered = self.layouts.moves_gathered  # it was told then
+            if not moves and not gathered and not self._asked_tables():
                 found.append(no_moves())
         return found
 

@@ -207,6 +207,7 @@ class Lowered:
     def _tell_no_alltoall(self) -> None:
         """DTensor's own gradient of a re-layout is one too, and may contradict those around it."""
         if self.alltoall:
+            self.layouts.moves_gathered = True
             warnings.warn(
                 "enable_alltoall=True: DTensor cannot differentiate re-layouts of this model one "
                 "after the other where all-to-alls do them. They are gathered and cut instead: "

@@ -116,6 +116,7 @@ class ModelLayouts:
         self._along: bool | None = False if config.sequence_parallel else None
         self.uncut: list[WithoutEffect] = []
         self.idle: list[WithoutEffect] = []
+        self.moves_gathered = False  # all-to-alls, which DTensor could not differentiate
         self.islands: dict[str, bool] = {}  # by title: whether one that the setting rules out
         self.left_whole = tuple(fit.notes)
         self.any_cut = any(not layout.is_replicated for layout in self.weights.values())
