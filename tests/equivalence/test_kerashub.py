@@ -130,6 +130,16 @@ def test_task_on_replicas_equals_one_device(name: str, engine: str) -> None:
     compare(CASES[name], {"batch": 4}, engine=engine, **options)
 
 
+@pytest.mark.parametrize("axes", [{"pipe": 2, "data": 2}, {"pipe": 2, "model": 2}], ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_task_in_stages_equals_one_device(name: str, axes: dict[str, int], engine: str) -> None:
+    options = {**_options(name), "layout_map": ENCODER_LAYOUT if "model" in axes else {}}
+    if name != "llama":  # its rotary embedding computes in float32
+        options["dtype"] = "float64"
+    config = {"pipeline": kdist.PipelineConfig(micro_batches=2), "indivisible": "replicate"}
+    compare(CASES[name], axes, engine=engine, config=config, **options)
+
+
 def _generate(run: Run, engine: str) -> np.ndarray:
     with precision(run.dtype):
         model = compiled(run, engine)
