@@ -97,6 +97,8 @@ CASES = {
     for build in (_tuned, _adapted, _own_step)
 }
 STAGES = {"pipeline": kdist.PipelineConfig(micro_batches=2)}
+IN_TURN = {"pipeline": kdist.PipelineConfig(micro_batches=2, schedule="interleaved", chunks=2)}
+HALVES = {"pipeline": kdist.PipelineConfig(micro_batches=2, schedule="zero_bubble")}
 AGAIN = {"recompute": kdist.RecomputeConfig(layers=["attention_.*", "up_.*"])}
 CUT = level_config("level3")
 KEPT = {"optimizer": kdist.OptimizerConfig(level=3, threshold_kb=0, keep_gathered=True)}
@@ -117,6 +119,8 @@ ROWS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
         {**CUT, "fusion": kdist.FusionConfig(mode="index", index=(2, 5))},
     ),
     "pipe2 data2": ({"pipe": 2, "data": 2}, {**STAGES, **CUT}),
+    "pipe2 data2 in turn": ({"pipe": 2, "data": 2}, {**IN_TURN, **CUT}),
+    "pipe2 data2 model2 in halves": ({"pipe": 2, "data": 2, "model": 2}, {**HALVES, **CUT}),
     "pipe2 data2 model2": ({"pipe": 2, "data": 2, "model": 2}, {**STAGES, **CUT, **AGAIN}),
 }
 QUICK = [("_adapted", "data2 model2")]
@@ -126,6 +130,8 @@ WIDE = [
     ("_tuned", "data2 model2"),
     ("_tuned", "whole batch"),
     ("_tuned", "pipe2 data2"),
+    ("_tuned", "pipe2 data2 model2 in halves"),
+    ("_adapted", "pipe2 data2 in turn"),
     ("_adapted", "data4"),
     ("_adapted", "data2 model2 again"),
     ("_adapted", "sequence"),
