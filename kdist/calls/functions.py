@@ -272,7 +272,7 @@ class CallFunctions:
 
     def _compute(self, params: list[Any], flat: list[Any]) -> list[Any]:
         given, state = self._given.filled(flat), self.program.state
-        variables = [*(state.params[i] for i in self.params), *self.carried]
+        variables = self.variables
         trained = sum(i < len(state.trainable) for i in self.params)
         before = dict(zip(map(id, variables), [*params, *given.state]))
         taken = [(v, self.backend.taken(v, before[id(v)])) for v in variables]
@@ -295,6 +295,11 @@ class CallFunctions:
             [self.backend.like(now, before[key]) for key, now in zip(written, updated)],
         )
         return self.example.flat()
+
+    @property
+    def variables(self) -> list[keras.Variable]:
+        """All that it uses, the trainable ones first."""
+        return [*(self.program.state.params[i] for i in self.params), *self.carried]
 
     def connected(self) -> list[int]:
         """The trainable variables that get a gradient."""

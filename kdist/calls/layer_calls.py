@@ -23,6 +23,7 @@ from kdist._compat import (
 from kdist._compat.custom_gradients import is_recorded
 from kdist.calls.anchors import anchor, handle_of
 from kdist.calls.arguments import CallArguments, any_symbolic, without_rows
+from kdist.calls.by_replica import NotByReplica, by_replica, refuse_others
 from kdist.calls.functions import CalledProgram, CallFunctions, Given, NoRowsError, used_by
 from kdist.calls.over_mesh import OverMesh
 from kdist.calls.tables import CallTables
@@ -56,6 +57,7 @@ class LayerCalls:
 
     Attributes:
         apart: Layers, by identity, whose calls run on one device.
+        again: Layers, by identity, whose calls are differentiated again, and by what.
         every_gradient: Whether tensors that no tape knows get gradients too.
         inside: What stands for each `tf.function` that the step calls; see `traced_anew`.
     """
@@ -68,6 +70,7 @@ class LayerCalls:
         tell: Callable[[str], None],
     ) -> None:
         self.program, self.backend, self.apart = program, backend, set[int]()
+        self.again: dict[int, str] = {}
         self._loss_from_layers, self.every_gradient = loss_from_layers, False
         self._layers = keras_models.flat_layers(program.model)
         self._tell = tell
@@ -130,10 +133,9 @@ class LayerCalls:
         self.apart.add(id(layer))
         self._tell_apart(layer, reason)
 
-    def _tell_apart(self, layer: keras.Layer, reason: str) -> None:
-        self._tell(
-            f"{reason}: layer {layer.path or layer.name!r} computes on one device, on whole weights"
-        )
+    def _tell_apart(self, layer: keras.Layer, reason: str, where: str = "one device") -> None:
+        name = layer.path or layer.name
+        self._tell(f"{reason}: layer {name!r} computes on {where}, on whole weights")
 
     def _wrapped(self, layer: keras.Layer, call: Callable) -> Callable:
         def called(*args: Any, **kwargs: Any) -> Any:
@@ -162,6 +164,9 @@ class LayerCalls:
             except NoRowsError:
                 self._sorted[self._kind(layer, given)] = None
                 return call(*args, **kwargs)
+            except NotByReplica as reason:
+                self.set_apart(layer, f"{self.again[id(layer)]}, and {reason}")
+                return self._on_one_device(call, args, kwargs)
 
         return called
 
@@ -233,6 +238,10 @@ class LayerCalls:
                 self._functions_of(layer, call, given, one, functools.partial(rows.spec, r))
                 for r, one in enumerate(parts)
             ]
+        if id(layer) in self.again:
+            refuse_others(functions[0], self._study(self._key(layer, given), layer, call, given))
+            self._tell_apart(layer, self.again[id(layer)], "one device per replica")
+            return self._on_one_device(by_replica, (functions[0], call, given, batch), {})
         return OverMesh(self, layer, functions, parts, batch, rows, not self._in_step)()
 
     def _tell_thawed(self, layer: keras.Layer) -> None:

@@ -101,5 +101,5 @@ def run_over(
             for one in calls:
                 one.every_gradient = True
         except NotOverMesh as reason:
-            reason.calls.set_apart(reason.layer, str(reason))
+            reason.calls.again[id(reason.layer)] = str(reason)
         calls[0].inside.clear()

@@ -25,7 +25,7 @@ class Own(keras.Model):
             loss = self.loss_of(x, y)
         weights = self.trainable_variables
         self.optimizer.apply(tape.gradient(loss, weights), weights)
-        return {"far": loss, "rows": ops.shape(x)[0]}
+        return {"far": loss, "rows": ops.shape(keras.tree.flatten(x)[0])[0]}
 
     def loss_of(self, x: Any, y: Any) -> Any:
         return ops.mean((self(x, training=True) - y) ** 2)

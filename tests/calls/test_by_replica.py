@@ -1,0 +1,158 @@
+"""Calls that are differentiated again: plain operations on each replica's rows."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import kdist
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers, ops
+
+from .step_parts import CUTS, Own, batch, layer_of_two, same
+
+pytestmark = pytest.mark.usefixtures("float64")
+
+BY_REPLICA, ALONE = "on one device per replica, on whole weights", "on one device, on whole weights"
+MESHES: dict[str, tuple[dict[str, int], int]] = {
+    "data 4": ({"data": 4}, 0),
+    "data 3, level 3": ({"data": 3}, 3),
+    "data 2 x model 2": ({"data": 2, "model": 2}, 0),
+    "data 2 x model 2, level 3": ({"data": 2, "model": 2}, 3),
+    "model 2": ({"model": 2}, 0),
+}
+
+
+class Seen(layers.Layer):
+    """Notes on which device it is told to compute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def call(self, x: Any) -> Any:
+        made = x + 0.0
+        if isinstance(made, tf.Tensor):
+            self.seen.append(made.device)
+        return made
+
+
+class Diffusion(Own):
+    """An equation of derivatives: du/dx0 = d2u/dx1^2, as physics-informed networks learn it."""
+
+    def loss_of(self, x: Any, y: Any) -> Any:
+        with tf.GradientTape() as outer:
+            outer.watch(x)
+            with tf.GradientTape() as inner:
+                inner.watch(x)
+                found = self(x, training=True)
+            first = inner.gradient(found, x)
+            slope = first[:, 1]
+        second = outer.gradient(slope, x)[:, 1]
+        return ops.mean((first[:, 0] - second) ** 2) + ops.mean((found - y) ** 2)
+
+
+class Penalty(Own):
+    """A loss with the size of the network's slope."""
+
+    def loss_of(self, x: Any, y: Any) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            found = self(x, training=True)
+        slopes = ops.sum(ops.square(tape.gradient(found, x)), axis=1)
+        return ops.mean((found - y) ** 2) + ops.mean((slopes - 1.0) ** 2)
+
+
+def fitted(mesh: str, kind: type, middle: Callable[[], Any]) -> tuple[list[keras.Model], list[str]]:
+    """The model plain and over a mesh, both trained, and what was said."""
+    axes, level = MESHES[mesh]
+    models = []
+    for _ in range(2):
+        keras.utils.set_random_seed(0)
+        models.append(layer_of_two(kind, middle()))
+    optimizer = kdist.OptimizerConfig(level=level, threshold_kb=0 if level else 64)
+    cuts = CUTS if "model" in axes else {}
+    config = kdist.ParallelConfig(mesh=kdist.mesh(**axes), layout_map=cuts, optimizer=optimizer)
+    kdist.parallelize(models[1], config)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for model in models:
+            model.compile(keras.optimizers.Adam(0.01))
+            model.fit(*batch(19), batch_size=8, epochs=2, verbose=0, shuffle=False)
+    return models, [str(one.message) for one in said]
+
+
+@pytest.mark.parametrize("kind", [Diffusion, Penalty])
+@pytest.mark.parametrize("mesh", MESHES)
+def test_each_replica_computes_its_rows(mesh: str, kind: type) -> None:
+    models, said = fitted(mesh, kind, Seen)
+    same(models)
+    assert any(BY_REPLICA in text for text in said) and not any(ALONE in text for text in said)
+    replicas = MESHES[mesh][0].get("data", 1)
+    seen = next(one for one in models[1].layers if isinstance(one, Seen)).seen
+    assert len({device for device in seen if device}) == replicas, seen
+
+
+OTHERS: dict[str, tuple[Callable[[], Any], str]] = {
+    "dropout": (lambda: layers.Dropout(0.5, seed=1), "random numbers"),
+    "noise without a seed": (lambda: layers.GaussianNoise(0.1), "random numbers"),
+    "a penalty": (lambda: layers.ActivityRegularization(l2=0.1), "added losses"),
+    "statistics": (layers.BatchNormalization, "written state"),
+    "rows that meet": (lambda: layers.Lambda(lambda x: x - ops.mean(x, axis=0)), "rows of the"),
+}
+
+
+@pytest.mark.parametrize("mesh", ["data 4", "data 2 x model 2"])
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_would_give_other_numbers_is_computed_on_one_device(name: str, mesh: str) -> None:
+    middle, reason = OTHERS[name]
+    models, said = fitted(mesh, Penalty, middle)
+    same(models)
+    assert any(ALONE in text and reason in text for text in said), said
+    assert not any(BY_REPLICA in text for text in said)
+
+
+class Words(Own):
+    """Of ids and features; the slope is that of the features."""
+
+    def loss_of(self, x: Any, y: Any) -> Any:
+        ids, dense = x
+        with tf.GradientTape() as tape:
+            tape.watch(dense)
+            found = self((ids, dense), training=True)
+        return ops.mean((found - y) ** 2) + ops.mean(tape.gradient(found, dense) ** 2)
+
+
+@pytest.mark.parametrize("placed", ["host", ""])
+@pytest.mark.parametrize("axes", [{"data": 4}, {"data": 2, "model": 2}], ids=["data", "inner"])
+def test_rows_of_tables(axes: dict[str, int], placed: str) -> None:
+    """Those on the host are fetched for one call alone; others have gradients by rows."""
+    models, told = [], []
+    for parallel in (False, True):
+        keras.utils.set_random_seed(0)
+        ids, dense = keras.Input((3,), dtype="int32"), keras.Input((4,))
+        table = layers.Embedding(7, 2, name="words")
+        both = layers.Concatenate()([layers.Flatten()(table(ids)), dense])
+        hidden = layers.Dense(8, "tanh", name="up")(both)
+        model = Words([ids, dense], layers.Dense(3, name="down")(hidden))
+        if parallel:
+            if placed:
+                kdist.place(table, placed)
+            cuts = CUTS if "model" in axes else {}
+            kdist.parallelize(model, kdist.ParallelConfig(mesh=kdist.mesh(**axes), layout_map=cuts))
+        model.compile(keras.optimizers.Adam(0.01, clipnorm=0.1))
+        rng = np.random.default_rng(0)
+        given = (rng.integers(0, 7, (19, 3)).astype("int32"), rng.normal(size=(19, 4)))
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            model.fit(given, rng.normal(size=(19, 3)), 8, 2, 0, shuffle=False)
+        models.append(model)
+        told = [str(one.message) for one in said]
+    same(models)
+    assert any((ALONE if placed else BY_REPLICA) in text for text in told), told
+    assert any("table on the host" in text for text in told) == bool(placed)
