@@ -15,7 +15,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-from kdist._compat import keras_trainer
+from kdist._compat import keras_models, keras_trainer
 from kdist.optimizer.gradients import GradientSource
 from kdist.optimizer.reduction import Reduction
 from kdist.program.batch import SplitBatch, join
@@ -26,6 +26,7 @@ from kdist.program.recorded import with_their_logits
 from kdist.program.state import combined
 from kdist.program.step_result import SliceResult, State, StepResult
 from kdist.program.vjp import differentiable
+from kdist.runtime.called_by_loss import note, noting_calls
 from kdist.runtime.loss_terms import OVERRIDDEN
 from kdist.runtime.metrics import join_masks
 from kdist.runtime.pipeline_step import PipelineStep
@@ -169,9 +170,12 @@ class WholeLossStep(Step):
         with scope:
             self._add_losses(scope, collected, training)
             if self.parallel.whole_loss == OVERRIDDEN:
-                loss = keras_trainer.compute_loss(
-                    self.model, x, y, outputs, sample_weight, training
-                )
+                with noting_calls(keras_models.flat_layers(self.model)) as called:
+                    loss = keras_trainer.compute_loss(
+                        self.model, x, y, outputs, sample_weight, training
+                    )
+                if called and len(self.parallel.topology.devices) > 1:
+                    self.parallel.warn_once(note(called))
                 parts: LossParts = {}
             else:
                 loss, parts = compute_loss(self.model, x, y, outputs, sample_weight, training)
