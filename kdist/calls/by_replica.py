@@ -2,7 +2,7 @@
 
 A call over the mesh (`kdist.calls.over_mesh`) has one gradient. A penalty on gradients, an equation
 of derivatives, and a jacobian ask for gradients of that one. So each replica computes its rows as
-Keras does, on one of its devices, and TensorFlow's own gradients do the rest.
+Keras does, on one of its devices, and TensorFlow's own gradients do the rest, on that one too.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from kdist._compat.backward_places import placed
 from kdist._compat.pass_through import PassesThrough
 from kdist.calls.anchors import stand_in
 from kdist.calls.arguments import CallArguments
@@ -67,7 +68,7 @@ def by_replica(
     outputs, marks = [], []
     for s, ((rows, masks), _, _) in enumerate(batch.parts):
         device = str(backend.devices(s)[0])
-        with tf.device(device):
+        with placed(device):
             values = [backend.read(v, s).whole(device) for v in variables]
             values[:trained] = map(_known_to_tapes, variables[:trained], values[:trained])
             scope = program.scope_of(list(zip(variables, values)), variables[:trained])

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from kdist._compat import keras_known_rows, keras_remat
+from kdist._compat.backward_places import kept_places
 from kdist._compat.function_graphs import made_apart, traced_anew
 from kdist.calls.layer_calls import LayerCalls
 from kdist.calls.over_mesh import EveryGradient, NotOverMesh
@@ -86,6 +87,7 @@ def run_over(
                 stack.enter_context(update())
             stack.enter_context(traced_anew(calls[0].inside))
             stack.enter_context(made_apart())
+            stack.enter_context(kept_places())
             result = step(*data)
             for one in calls:
                 one.settle()

@@ -98,6 +98,23 @@ def test_each_replica_computes_its_rows(mesh: str, kind: type) -> None:
     assert len({device for device in seen if device}) == replicas, seen
 
 
+class Followed(Penalty):
+    """Notes where each gradient of its activations is computed."""
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        found = super().train_step(data)
+        ops = tf.compat.v1.get_default_graph().get_operations()
+        self.places = {op.device for op in ops if op.type == "TanhGrad"}
+        return found
+
+
+@pytest.mark.parametrize("mesh", ["data 3, level 3", "data 2 x model 2"])
+def test_gradients_are_computed_where_the_rows_are(mesh: str) -> None:
+    models, _ = fitted(mesh, Followed, Seen)
+    replicas = MESHES[mesh][0]["data"]
+    assert len(models[1].places) == replicas and "" not in models[1].places, models[1].places
+
+
 OTHERS: dict[str, tuple[Callable[[], Any], str]] = {
     "dropout": (lambda: layers.Dropout(0.5, seed=1), "random numbers"),
     "noise without a seed": (lambda: layers.GaussianNoise(0.1), "random numbers"),
