@@ -120,7 +120,8 @@ class LayerCalls:
             raise Retrace(gather_first=False)
         for note in self.backend.idle:
             self._tell(str(note))
-        blocks, made = self.program.blocks, self._functions.values()
+        blocks, elsewhere = self.program.blocks, self.apart | self.again.keys()
+        made = [one for one in self._functions.values() if id(one.layer) not in elsewhere]
         if blocks and blocks.layers and made and not any(one.repeats for one in made):
             self._tell(
                 "recompute computes nothing again in this step: no layer is called over the mesh "
@@ -134,8 +135,9 @@ class LayerCalls:
         self._tell_apart(layer, reason)
 
     def _tell_apart(self, layer: keras.Layer, reason: str, where: str = "one device") -> None:
-        name = layer.path or layer.name
-        self._tell(f"{reason}: layer {name!r} computes on {where}, on whole weights")
+        name, blocks = layer.path or layer.name, self.program.blocks
+        kept = ", and recompute computes nothing in it again" if blocks and blocks.layers else ""
+        self._tell(f"{reason}: layer {name!r} computes on {where}, on whole weights{kept}")
 
     def _wrapped(self, layer: keras.Layer, call: Callable) -> Callable:
         def called(*args: Any, **kwargs: Any) -> Any:
@@ -240,7 +242,9 @@ class LayerCalls:
             ]
         if id(layer) in self.again:
             refuse_others(functions[0], self._study(self._key(layer, given), layer, call, given))
-            self._tell_apart(layer, self.again[id(layer)], "one device per replica")
+            several = self.backend.topology.data_size > 1
+            where = "one device per replica" if several else "one device"
+            self._tell_apart(layer, self.again[id(layer)], where)
             return self._on_one_device(by_replica, (functions[0], call, given, batch), {})
         return OverMesh(self, layer, functions, parts, batch, rows, not self._in_step)()
 

@@ -251,3 +251,28 @@ def test_a_block_without_anything_inside_is_told_of() -> None:
     model.compile("sgd")
     with pytest.warns(UserWarning, match="computes nothing again in this step.*from first"):
         model.fit(*batch(), verbose=0)
+
+
+class Sloped(Own):
+    """Asks for a gradient of a gradient."""
+
+    def loss_of(self, x: Any, y: Any) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            found = self(x, training=False)
+        return ops.mean((found - y) ** 2) + ops.mean(tape.gradient(found, x) ** 2)
+
+
+@pytest.mark.parametrize("layers_again", [r"block_\d+", ".*"])
+def test_what_is_differentiated_again_keeps_all_and_says_so(layers_again: str) -> None:
+    models = [deep(Sloped) for _ in range(2)]
+    over({"data": 2}, models[1], kdist.RecomputeConfig(layers=[layers_again]))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for model in models:
+            model.compile(keras.optimizers.Adam(0.01))
+            model.fit(*batch(), batch_size=8, verbose=0, shuffle=False)
+    same(models)
+    told = [str(one.message) for one in said if "recompute" in str(one.message)]
+    assert len(told) == 1 and "per replica" in told[0], told
+    assert told[0].endswith("recompute computes nothing in it again")
