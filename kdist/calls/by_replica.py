@@ -31,22 +31,23 @@ class NotByReplica(PassesThrough):
     """A call cannot be computed so, and runs on one device."""
 
 
-def refuse_others(functions: CallFunctions, study: ModelStudy) -> None:
+def refuse_others(functions: CallFunctions, study: ModelStudy, why: str) -> None:
     """Refuses a call that would compute other numbers so.
 
     Args:
         functions: The call's over the mesh, which show what it reads and writes.
         study: Where its rows meet.
+        why: It is to be computed so.
 
     Raises:
         NotByReplica: It would; says why.
     """
     if any(is_fetched(v) for v in functions.variables):
-        raise NotByReplica("rows of a table on the host, or split by hand")
+        raise NotByReplica(f"{why}, and rows of a table on the host, or split by hand")
     if functions.updated or functions.adders:
-        raise NotByReplica("random numbers, added losses or written state")
+        raise NotByReplica(f"{why}, and random numbers, added losses or written state")
     if study.findings or study.mixings or study.statistics or study.failed:
-        raise NotByReplica("rows of the batch that meet")
+        raise NotByReplica(f"{why}, and rows of the batch that meet")
 
 
 def by_replica(

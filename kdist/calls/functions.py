@@ -193,7 +193,6 @@ class CallFunctions:
         known: What an earlier lowering of the call has shown.
 
     Attributes:
-        layer: The layer.
         trainable: Positions of the trainable variables that it uses.
         carried: The other state that it uses.
         example: What the trace made.
@@ -217,7 +216,7 @@ class CallFunctions:
         spec: Callable[[keras.Variable], tf.TensorSpec],
         known: Known = UNKNOWN,
     ) -> None:
-        self.program, self.backend, self.layer = program, backend, layer
+        self.program, self.backend = program, backend
         self._parts: list[Any] = []
         self._call, self._arguments = call, arguments
         self._inside = keras_models.flat_layers(layer)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Hashable, Iterator
+from types import CodeType
 from typing import Any
 
 from kdist._compat import (
@@ -24,6 +25,7 @@ from kdist._compat.custom_gradients import is_recorded
 from kdist.calls.anchors import anchor, handle_of
 from kdist.calls.arguments import CallArguments, any_symbolic, without_rows
 from kdist.calls.by_replica import NotByReplica, by_replica, refuse_others
+from kdist.calls.call_site import Again, call_site
 from kdist.calls.functions import CalledProgram, CallFunctions, Given, NoRowsError, used_by
 from kdist.calls.over_mesh import OverMesh
 from kdist.calls.tables import CallTables
@@ -57,7 +59,7 @@ class LayerCalls:
 
     Attributes:
         apart: Layers, by identity, whose calls run on one device.
-        again: Layers, by identity, whose calls are differentiated again, and by what.
+        again: Calls that are differentiated again.
         every_gradient: Whether tensors that no tape knows get gradients too.
         inside: What stands for each `tf.function` that the step calls; see `traced_anew`.
     """
@@ -70,7 +72,7 @@ class LayerCalls:
         tell: Callable[[str], None],
     ) -> None:
         self.program, self.backend, self.apart = program, backend, set[int]()
-        self.again: dict[int, str] = {}
+        self.again, self._ran = Again(), set[int]()
         self._loss_from_layers, self.every_gradient = loss_from_layers, False
         self._layers = keras_models.flat_layers(program.model)
         self._tell = tell
@@ -80,15 +82,21 @@ class LayerCalls:
         self._studies: dict[Hashable, ModelStudy] = {}
         self._tables: dict[Hashable, CallTables] = {}
         self._alone, self._step = False, None
+        self._begin: CodeType
         self.inside: dict[Any, Any] = {}
         anchor(backend.entries)
 
     @contextlib.contextmanager
-    def over_mesh(self) -> Iterator[None]:
+    def over_mesh(self, begin: CodeType) -> Iterator[None]:
         """Meanwhile, calls of the model's layers run over the mesh.
 
         What the step draws without a seed comes from where they draw, one after the other.
+
+        Args:
+            begin: Code of the function that calls the step.
         """
+        self._begin = begin
+        self._ran.clear()
         self._step = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
         taken_back = keras_remat.taken_back(self.program.model)
         drawing = keras_seeds.drawing_from(self.program.unseeded)
@@ -120,8 +128,8 @@ class LayerCalls:
             raise Retrace(gather_first=False)
         for note in self.backend.idle:
             self._tell(str(note))
-        blocks, elsewhere = self.program.blocks, self.apart | self.again.keys()
-        made = [one for one in self._functions.values() if id(one.layer) not in elsewhere]
+        blocks = self.program.blocks
+        made = [one for one in self._functions.values() if id(one) in self._ran]
         if blocks and blocks.layers and made and not any(one.repeats for one in made):
             self._tell(
                 "recompute computes nothing again in this step: no layer is called over the mesh "
@@ -167,7 +175,7 @@ class LayerCalls:
                 self._sorted[self._kind(layer, given)] = None
                 return call(*args, **kwargs)
             except NotByReplica as reason:
-                self.set_apart(layer, f"{self.again[id(layer)]}, and {reason}")
+                self.set_apart(layer, str(reason))
                 return self._on_one_device(call, args, kwargs)
 
         return called
@@ -240,13 +248,15 @@ class LayerCalls:
                 self._functions_of(layer, call, given, one, functools.partial(rows.spec, r))
                 for r, one in enumerate(parts)
             ]
-        if id(layer) in self.again:
-            refuse_others(functions[0], self._study(self._key(layer, given), layer, call, given))
+        site = call_site(self._begin)
+        if why := self.again.reason(layer, site):
+            study = self._study(self._key(layer, given), layer, call, given)
+            refuse_others(functions[0], study, why)
             several = self.backend.topology.data_size > 1
-            where = "one device per replica" if several else "one device"
-            self._tell_apart(layer, self.again[id(layer)], where)
+            self._tell_apart(layer, why, "one device per replica" if several else "one device")
             return self._on_one_device(by_replica, (functions[0], call, given, batch), {})
-        return OverMesh(self, layer, functions, parts, batch, rows, not self._in_step)()
+        self._ran.update(map(id, functions))
+        return OverMesh(self, layer, site, functions, parts, batch, rows, not self._in_step)()
 
     def _tell_thawed(self, layer: keras.Layer) -> None:
         """Says which weights train by now, and were frozen when the model's programs were made."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 from kdist._compat.custom_gradients import asked_by_graph
@@ -47,13 +47,17 @@ class NotOverMesh(PassesThrough):
 
     Args:
         what: What is asked for.
-        layer: The layer that was called.
-        calls: Who called it; see `kdist.calls.layer_calls`.
+        call: The call.
     """
 
-    def __init__(self, what: str, layer: keras.Layer, calls: Any) -> None:
+    def __init__(self, what: str, call: OverMesh) -> None:
+        layer = call.layer
         super().__init__(f"{what}, through layer {layer.path or layer.name!r}")
-        self.layer, self.calls = layer, calls
+        self.call = call
+
+    def note(self) -> None:
+        """Notes that calls from there are differentiated again."""
+        self.call.calls.again.add(self.call.layer, self.call.site, str(self))
 
 
 class EveryGradient(PassesThrough):
@@ -66,6 +70,7 @@ class OverMesh:
     Args:
         calls: Who calls it; see `kdist.calls.layer_calls`.
         layer: The layer.
+        site: From where it is called.
         functions: Per replica; they differ in the number of rows alone.
         given: Per replica, what it takes, but for state.
         batch: How rows are cut.
@@ -78,13 +83,14 @@ class OverMesh:
         self,
         calls: Any,
         layer: keras.Layer,
+        site: Hashable,
         functions: Sequence[CallFunctions],
         given: Sequence[Given],
         batch: SplitBatch,
         rows: CallRows,
         inside: bool,
     ) -> None:
-        self._calls, self._inside, self._looked_up = calls, inside, rows
+        self.calls, self.site, self._inside, self._looked_up = calls, site, inside, rows
         self.layer, self.functions, self.batch = layer, list(functions), batch
         first = self.functions[0]
         self.program, self.backend = first.program, first.backend
@@ -208,12 +214,12 @@ class OverMesh:
         # TensorFlow writes what is done for many again, without what has a gradient of its own: a
         # gradient of that would be another one.
         if in_vectorized_loop():
-            raise NotOverMesh("many gradients at once (a jacobian)", self.layer, self._calls)
+            raise NotOverMesh("many gradients at once (a jacobian)", self)
 
         @tf.custom_gradient
         def once(*tensors: Any) -> tuple[list[Any], Callable]:
             def again(*_: Any) -> list[Any]:
-                raise NotOverMesh("a gradient of a gradient", self.layer, self._calls)
+                raise NotOverMesh("a gradient of a gradient", self)
 
             return self._flat_gradient(results, tensors[: len(cotangents)]), again
 

@@ -82,7 +82,7 @@ def run_over(
         sizes.note([t for t in tf.nest.flatten(data) if t is not None])
         with contextlib.ExitStack() as stack:
             for one in calls:
-                stack.enter_context(one.over_mesh())
+                stack.enter_context(one.over_mesh(within.__code__))
             for update in applying:
                 stack.enter_context(update())
             stack.enter_context(traced_anew(calls[0].inside))
@@ -103,5 +103,5 @@ def run_over(
             for one in calls:
                 one.every_gradient = True
         except NotOverMesh as reason:
-            reason.calls.again[id(reason.layer)] = str(reason)
+            reason.note()
         calls[0].inside.clear()

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import kdist
+from kdist.calls.layer_calls import LayerCalls
+from kdist.calls.over_mesh import OverMesh
 
 import keras
 import numpy as np
@@ -68,7 +70,9 @@ class Penalty(Own):
         return ops.mean((found - y) ** 2) + ops.mean((slopes - 1.0) ** 2)
 
 
-def fitted(mesh: str, kind: type, middle: Callable[[], Any]) -> tuple[list[keras.Model], list[str]]:
+def fitted(
+    mesh: str, kind: type, middle: Callable[[], Any], rows: int = 19
+) -> tuple[list[keras.Model], list[str]]:
     """The model plain and over a mesh, both trained, and what was said."""
     axes, level = MESHES[mesh]
     models = []
@@ -83,7 +87,7 @@ def fitted(mesh: str, kind: type, middle: Callable[[], Any]) -> tuple[list[keras
         warnings.simplefilter("always")
         for model in models:
             model.compile(keras.optimizers.Adam(0.01))
-            model.fit(*batch(19), batch_size=8, epochs=2, verbose=0, shuffle=False)
+            model.fit(*batch(rows), batch_size=8, epochs=2, verbose=0, shuffle=False)
     return models, [str(one.message) for one in said]
 
 
@@ -114,6 +118,51 @@ def test_gradients_are_computed_where_the_rows_are(mesh: str) -> None:
     models, _ = fitted(mesh, Followed, Seen)
     replicas = MESHES[mesh][0]["data"]
     assert len(models[1].places) == replicas and "" not in models[1].places, models[1].places
+
+
+class Critic(Own):
+    """Calls itself twice; the slope is that of one call alone."""
+
+    def loss_of(self, x: Any, y: Any) -> Any:
+        loss = ops.mean((self(x, training=True) - y) ** 2)
+        for scale in (0.5, 0.7):
+            near = scale * x
+            with tf.GradientTape() as tape:
+                tape.watch(near)
+                found = self(near, training=True)
+            loss += ops.mean(tape.gradient(found, near) ** 2)
+        return loss
+
+
+class TwoSlopes(Penalty):
+    """Has slopes in two places, and a call besides."""
+
+    def loss_of(self, x: Any, y: Any) -> Any:
+        loss = super().loss_of(0.5 * x, y) + super().loss_of(0.7 * x, y)
+        return loss + ops.mean((self(x, training=True) - y) ** 2)
+
+
+@pytest.mark.parametrize(("kind", "over", "traces"), [(Critic, 1, 2), (TwoSlopes, 0, 3)])
+@pytest.mark.parametrize("mesh", ["data 4", "data 2 x model 2"])
+def test_other_calls_of_the_layer_stay_over_the_mesh(
+    mesh: str, kind: type, over: int, traces: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[int] = []
+
+    def begun(calls: LayerCalls, *given: Any) -> Any:
+        ran.append(0)
+        return begin(calls, *given)
+
+    def called(call: OverMesh) -> Any:
+        ran[-1] += 1
+        return run(call)
+
+    begin, run = LayerCalls.over_mesh, OverMesh.__call__
+    monkeypatch.setattr(LayerCalls, "over_mesh", begun)
+    monkeypatch.setattr(OverMesh, "__call__", called)
+    models, _ = fitted(mesh, kind, Seen, 16)
+    same(models)
+    assert ran[-1] == over and len(ran) == traces, ran
 
 
 OTHERS: dict[str, tuple[Callable[[], Any], str]] = {
