@@ -72,7 +72,7 @@ class LayerCalls:
         tell: Callable[[str], None],
     ) -> None:
         self.program, self.backend, self.apart = program, backend, set[int]()
-        self.again, self._ran = Again(), set[int]()
+        self.again, self._ran = Again(), dict[int, int]()
         self._loss_from_layers, self.every_gradient = loss_from_layers, False
         self._layers = keras_models.flat_layers(program.model)
         self._tell = tell
@@ -176,6 +176,8 @@ class LayerCalls:
                 return call(*args, **kwargs)
             except NotByReplica as reason:
                 self.set_apart(layer, str(reason))
+                if id(layer) in self._ran.values():  # its calls are to agree on what they do
+                    raise Retrace(gather_first=False) from None
                 return self._on_one_device(call, args, kwargs)
 
         return called
@@ -255,7 +257,7 @@ class LayerCalls:
             several = self.backend.topology.data_size > 1
             self._tell_apart(layer, why, "one device per replica" if several else "one device")
             return self._on_one_device(by_replica, (functions[0], call, given, batch), {})
-        self._ran.update(map(id, functions))
+        self._ran |= {id(one): id(layer) for one in functions}
         return OverMesh(self, layer, site, functions, parts, batch, rows, not self._in_step)()
 
     def _tell_thawed(self, layer: keras.Layer) -> None:

@@ -184,6 +184,14 @@ def test_what_would_give_other_numbers_is_computed_on_one_device(name: str, mesh
     assert not any(BY_REPLICA in text for text in said)
 
 
+@pytest.mark.parametrize("name", ["dropout", "statistics"])
+def test_so_are_the_other_calls_of_the_layer(name: str) -> None:
+    middle, reason = OTHERS[name]
+    models, said = fitted("data 4", Critic, middle)
+    same(models)
+    assert sum(ALONE in text and reason in text for text in said) == 1, said
+
+
 class Words(Own):
     """Of ids and features; the slope is that of the features."""
 
