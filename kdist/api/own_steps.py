@@ -162,4 +162,5 @@ def calls_of(parallel: Parallel, over: bool) -> LayerCalls:
             parallel.topology,
             jit_compile=xla,
         )
-    return LayerCalls(program, backend, parallel.config.loss_from_layers, parallel.warn_once)
+    loss_from_layers = parallel.config.loss_from_layers
+    return LayerCalls(program, backend, loss_from_layers, parallel.warn_once, jit_compile=xla)

@@ -56,6 +56,7 @@ class LayerCalls:
         backend: What a call runs on: `OneDevice` or `InnerAxes`.
         loss_from_layers: See `ParallelConfig`.
         tell: Told of what runs on one device, and of rows that meet.
+        jit_compile: Whether XLA compiles calls over the mesh.
 
     Attributes:
         apart: Layers, by identity, whose calls run on one device.
@@ -70,8 +71,10 @@ class LayerCalls:
         backend: Any,
         loss_from_layers: str,
         tell: Callable[[str], None],
+        jit_compile: bool = False,
     ) -> None:
         self.program, self.backend, self.apart = program, backend, set[int]()
+        self._jit_compile = jit_compile
         self.again, self._ran = Again(), dict[int, int]()
         self._loss_from_layers, self.every_gradient = loss_from_layers, False
         self._layers = keras_models.flat_layers(program.model)
@@ -145,7 +148,8 @@ class LayerCalls:
     def _tell_apart(self, layer: keras.Layer, reason: str, where: str = "one device") -> None:
         name, blocks = layer.path or layer.name, self.program.blocks
         kept = ", and recompute computes nothing in it again" if blocks and blocks.layers else ""
-        self._tell(f"{reason}: layer {name!r} computes on {where}, on whole weights{kept}")
+        plain = ", and jit_compile=True compiles nothing in it" if self._jit_compile else ""
+        self._tell(f"{reason}: layer {name!r} computes on {where}, on whole weights{kept}{plain}")
 
     def _wrapped(self, layer: keras.Layer, call: Callable) -> Callable:
         def called(*args: Any, **kwargs: Any) -> Any:

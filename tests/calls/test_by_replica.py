@@ -16,7 +16,8 @@ import pytest
 import tensorflow as tf
 from keras import layers, ops
 
-from .step_parts import CUTS, Own, batch, layer_of_two, same
+from .step_parts import CUTS, IDS, Own, batch, layer_of_two, pair, same
+from .step_parts import MESHES as AXES
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -101,6 +102,29 @@ def test_each_replica_computes_its_rows(mesh: str, kind: type) -> None:
     assert any(words in text for text in said) and not any(others in text for text in said)
     seen = next(one for one in models[1].layers if isinstance(one, Seen)).seen
     assert len({device for device in seen if device}) == replicas, seen
+
+
+class Looped(Own):
+    """Calls itself in a loop, which replicas do not compute apart."""
+
+    def loss_of(self, x: Any, y: Any) -> Any:
+        def far(i: Any) -> Any:
+            return ops.mean((self(x, training=True) - y) ** 2)
+
+        return tf.reduce_sum(tf.map_fn(far, tf.range(2), fn_output_signature=x.dtype))
+
+
+@pytest.mark.parametrize("kind", [Penalty, Looped])
+@pytest.mark.parametrize("axes", AXES, ids=IDS)
+def test_what_xla_does_not_compile_is_told(axes: dict[str, int], kind: type) -> None:
+    models = pair(axes, kind, jit_compile=True)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for model in models:
+            model.fit(*batch(), batch_size=8, verbose=0, shuffle=False)
+    same(models)
+    told = [str(one.message) for one in said if "computes on one device" in str(one.message)]
+    assert told and all(one.endswith("jit_compile=True compiles nothing in it") for one in told)
 
 
 class Followed(Penalty):
