@@ -44,8 +44,10 @@ def refuse_others(functions: CallFunctions, study: ModelStudy, why: str) -> None
     """
     if any(is_fetched(v) for v in functions.variables):
         raise NotByReplica(f"{why}, and rows of a table on the host, or split by hand")
-    if functions.updated or functions.adders:
-        raise NotByReplica(f"{why}, and random numbers, added losses or written state")
+    if functions.adders:
+        raise NotByReplica(f"{why}, and added losses")
+    if written := [functions.program.state.written[i].path for i in functions.updated]:
+        raise NotByReplica(f"{why}, and state that it writes ({', '.join(written[:3])})")
     if study.findings or study.mixings or study.statistics or study.failed:
         raise NotByReplica(f"{why}, and rows of the batch that meet")
 

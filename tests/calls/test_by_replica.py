@@ -190,10 +190,10 @@ def test_other_calls_of_the_layer_stay_over_the_mesh(
 
 
 OTHERS: dict[str, tuple[Callable[[], Any], str]] = {
-    "dropout": (lambda: layers.Dropout(0.5, seed=1), "random numbers"),
-    "noise without a seed": (lambda: layers.GaussianNoise(0.1), "random numbers"),
+    "dropout": (lambda: layers.Dropout(0.5, seed=1), "writes (seed_gen"),
+    "noise without a seed": (lambda: layers.GaussianNoise(0.1), "writes (seed_gen"),
     "a penalty": (lambda: layers.ActivityRegularization(l2=0.1), "added losses"),
-    "statistics": (layers.BatchNormalization, "written state"),
+    "statistics": (lambda: layers.BatchNormalization(name="norm"), "writes (norm/moving_mean, "),
     "rows that meet": (lambda: layers.Lambda(lambda x: x - ops.mean(x, axis=0)), "rows of the"),
 }
 
