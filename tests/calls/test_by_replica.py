@@ -255,3 +255,50 @@ def test_rows_of_tables(axes: dict[str, int], placed: str) -> None:
     same(models)
     assert any((ALONE if placed else BY_REPLICA) in text for text in told), told
     assert any("table on the host" in text for text in told) == bool(placed)
+
+
+class Smooth(Own):
+    """Subclassed; the slope is that of what a reader says of words, some masked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = layers.Embedding(7, 2, mask_zero=True, name="words")
+        word = keras.Input((3, 2))
+        pooled = layers.GlobalAveragePooling1D()(layers.Dense(8, "tanh", name="up")(word))
+        self.reader = keras.Model(word, layers.Dense(3, "tanh", name="down")(pooled))
+
+    def call(self, ids: Any, training: bool = False) -> Any:
+        return self.reader(self.words(ids), training=training)
+
+    def loss_of(self, x: Any, y: Any) -> Any:
+        words = self.words(x)
+        with tf.GradientTape() as tape:
+            tape.watch(words)
+            found = self.reader(words, training=True)
+        return ops.mean((found - y) ** 2) + ops.mean(tape.gradient(found, words) ** 2)
+
+
+@pytest.mark.parametrize("level", [0, 2, 3])
+@pytest.mark.parametrize("axes", AXES, ids=IDS)
+def test_masks_go_along(axes: dict[str, int], level: int) -> None:
+    rng = np.random.default_rng(0)
+    ids, y = rng.integers(0, 4, (19, 3)).astype("int32"), rng.normal(size=(19, 3))
+    ids[:, 0] = 1 + ids[:, 0] % 3
+    models = []
+    for parallel in (False, True):
+        keras.utils.set_random_seed(0)
+        model = Smooth()
+        model(ids)
+        if parallel:
+            optimizer = kdist.OptimizerConfig(level=level, threshold_kb=0)
+            cuts = CUTS if "model" in axes else {}
+            mesh = kdist.mesh(**axes)
+            config = kdist.ParallelConfig(mesh=mesh, layout_map=cuts, optimizer=optimizer)
+            kdist.parallelize(model, config)
+        model.compile(keras.optimizers.Adam(0.01))
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            model.fit(ids, y, 8, 2, 0, shuffle=False)
+        models.append(model)
+    same(models)
+    assert any(BY_REPLICA in str(one.message) for one in said)
