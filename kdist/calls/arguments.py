@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 from kdist._compat import keras_trainer
+from kdist.calls.attributes import alike, attributes_of
 from kdist.program.logits import logits_of, with_logits
 from kdist.program.program import Program, attach_masks
 
@@ -33,6 +34,8 @@ class CallArguments:
         masks: The Keras mask that each of them carries, or None; then their logits, as
             `kdist.program.logits.with_logits` lists them.
         shared: Other tensors.
+        python: What the layer's attributes, and arguments that are no tensors, were like at the
+            call; see `kdist.calls.attributes`.
     """
 
     structure: tuple[Sequence[Any], Mapping[str, Any]]
@@ -41,18 +44,33 @@ class CallArguments:
     rows: list[Any]
     masks: list[Any]
     shared: list[Any]
+    python: tuple[Hashable, ...]
 
     @classmethod
-    def of(cls, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CallArguments:
-        """Sorts arguments: the first tensor that is no scalar says how many rows there are."""
+    def of(
+        cls,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        layers: Iterable[keras.Layer] = (),
+    ) -> CallArguments:
+        """Sorts arguments: the first tensor that is no scalar says how many rows there are.
+
+        Args:
+            args: Of the call.
+            kwargs: Of the call.
+            layers: The called layer, and those in it.
+        """
         structure = (tuple(args), dict(kwargs))
         leaves = [_as_tensor(leaf) for leaf in tf.nest.flatten(structure)]
         first = next((t for t in leaves if _is_tensor(t) and t.shape.rank != 0), None)
         rows = {n for n, t in enumerate(leaves) if first is not None and _has_rows(t, first)}
-        return cls._sorted(structure, leaves, rows)
+        static = tuple(alike(leaf) for leaf in leaves if not _is_tensor(leaf))
+        return cls._sorted(structure, leaves, rows, (static, attributes_of(layers)))
 
     @classmethod
-    def _sorted(cls, structure: Any, leaves: list[Any], rows: Set[int]) -> CallArguments:
+    def _sorted(
+        cls, structure: Any, leaves: list[Any], rows: Set[int], python: tuple[Hashable, ...]
+    ) -> CallArguments:
         """Arguments, some leaves of which have rows."""
         kinds = tuple(
             STATIC if not _is_tensor(t) else ROWS if n in rows else SHARED
@@ -62,7 +80,7 @@ class CallArguments:
             kind: [t for t, its in zip(leaves, kinds) if its == kind] for kind in (ROWS, SHARED)
         }
         masks = with_logits(Program.masks_of(found[ROWS]), logits_of(found[ROWS]))
-        return cls(structure, leaves, kinds, found[ROWS], masks, found[SHARED])
+        return cls(structure, leaves, kinds, found[ROWS], masks, found[SHARED], python)
 
     @property
     def composite(self) -> bool:
@@ -72,7 +90,7 @@ class CallArguments:
     def sorted_by(self, kinds: Sequence[str]) -> CallArguments:
         """The same with other kinds of tensors, one per leaf."""
         rows = {n for n, kind in enumerate(kinds) if kind == ROWS}
-        return self._sorted(self.structure, self.leaves, rows)
+        return self._sorted(self.structure, self.leaves, rows, self.python)
 
     def ways(self) -> Iterator[CallArguments]:
         """The ways in which they can be meant, the likeliest first.
@@ -86,7 +104,7 @@ class CallArguments:
             fewer = [[one for one in alike if one != left] for left in reversed(alike)]
             sets = [alike, *fewer, *([one] for one in alike)]
             for rows in dict.fromkeys(frozenset(one) for one in sets if one):
-                yield self._sorted(self.structure, self.leaves, rows)
+                yield self._sorted(self.structure, self.leaves, rows, self.python)
 
     def filled(
         self, rows: Sequence[Any], masks: Sequence[Any], shared: Sequence[Any]
@@ -123,16 +141,13 @@ class CallArguments:
         rows = [spec(t, count) for t in self.rows]
         return self._packed({ROWS: iter(rows), SHARED: iter(map(shared, self.shared))})
 
-    def key(self) -> Hashable:
-        """Tells apart calls that need traces of their own, but for the tensors' shapes."""
-        leaves = tf.nest.flatten(self.structure)
-        static = [
-            leaf if isinstance(leaf, Hashable) else id(leaf)
-            for leaf, kind in zip(leaves, self.kinds)
-            if kind == STATIC
-        ]
-        types = tuple(map(type, static))  # 1, 1.0 and True are equal
-        return (_outline(self.structure), self.kinds, tuple(static), types)
+    def key(self, python: bool = True) -> Hashable:
+        """Tells apart calls that need traces of their own, but for the tensors' shapes.
+
+        Args:
+            python: Also those that differ in nothing but what `python` says.
+        """
+        return (_outline(self.structure), self.kinds, self.python if python else ())
 
     def shapes(self) -> Hashable:
         """Dtypes and shapes of the tensors, but for the number of rows."""

@@ -79,7 +79,7 @@ class LayerCalls:
         self._loss_from_layers, self.every_gradient = loss_from_layers, False
         self._layers = keras_models.flat_layers(program.model)
         self._tell = tell
-        self._functions: dict[Hashable, CallFunctions] = {}
+        self._functions: dict[tuple[Hashable, Hashable], CallFunctions] = {}
         self._known: dict[Hashable, Known] = {}
         self._sorted: dict[Hashable, tuple[str, ...] | None] = {}
         self._studies: dict[Hashable, ModelStudy] = {}
@@ -123,7 +123,7 @@ class LayerCalls:
             Retrace: Some run again that should not; traced once more, they are kept.
         """
         found = False
-        for key, functions in self._functions.items():
+        for (key, *_), functions in self._functions.items():
             known = self._known.get(key, UNKNOWN).communicate
             if new := functions.repeated_communication() - known:
                 self._known[key], found = Known(known | new), True
@@ -164,7 +164,8 @@ class LayerCalls:
             if function_graphs.in_control_flow(self._step) or function_graphs.in_vectorized_loop():
                 self.set_apart(layer, _IN_LOOPS)
                 return self._on_one_device(call, args, kwargs)
-            given = self._by_rows(layer, call, CallArguments.of(args, kwargs))
+            inside = keras_models.flat_layers(layer)
+            given = self._by_rows(layer, call, CallArguments.of(args, kwargs, inside))
             # What returns other things than rows leaves it to the layers inside.
             if given is None:
                 return call(*args, **kwargs)
@@ -229,12 +230,12 @@ class LayerCalls:
             )
         return None
 
-    def _key(self, layer: keras.Layer, given: CallArguments) -> Hashable:
-        """What decides what a call computes, but for its tensors."""
+    def _key(self, layer: keras.Layer, given: CallArguments, python: bool = True) -> Hashable:
+        """What decides what a call computes, but for its tensors; see `CallArguments.key`."""
         trainable = tuple(one.trainable for one in keras_models.flat_layers(layer))
         masked = tuple(mask is not None for mask in given.masks)
         context = keras_trainer.call_context()
-        return (id(layer), trainable, given.key(), masked, context, sizes.active())
+        return (id(layer), trainable, given.key(python), masked, context, sizes.active())
 
     def _kind(self, layer: keras.Layer, given: CallArguments) -> Hashable:
         return (self._key(layer, given), given.shapes())
@@ -327,11 +328,14 @@ class LayerCalls:
     ) -> CallFunctions:
         """The functions of a call, for tensors of such shapes."""
         tensors = leaves([given.rows, given.shared])
-        key = (self._key(layer, arguments), signature(tensors), given.sources)
+        look = self._key(layer, arguments)
+        # What a lowering has shown holds for the next trace, though attributes differ by then.
+        lasting = (self._key(layer, arguments, False), signature(tensors), given.sources)
+        key = (lasting, look)
         if key not in self._functions:
-            study = self._study(key[0], layer, call, arguments)
+            study = self._study(look, layer, call, arguments)
             with knowing(study.constant_ids):
-                known = self._known.get(key, UNKNOWN)
+                known = self._known.get(lasting, UNKNOWN)
                 self._functions[key] = CallFunctions(
                     self.program, self.backend, layer, call, arguments, given, spec, known
                 )

@@ -1,0 +1,98 @@
+"""What Python objects are like, so that a call traced before is used again only where it holds.
+
+A trace holds what Python decided on the way: flags, activations, numbers. A user's step may set an
+attribute between two calls of one layer (adapters off for a reference policy, say). As with Keras,
+each call does what it finds then.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import types
+from collections.abc import Hashable, Iterable, Mapping
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+_DEPTH, _MOST, _BYTES = 4, 256, 1 << 16
+_CONTAINERS = (list, tuple, set, frozenset)
+_NUMBERS = (bool, int, float, complex, str, bytes, type(None), enum.Enum, np.generic)
+_BY_NAME = (type, types.ModuleType, types.FunctionType, types.MethodType, functools.partial)
+_OF_LIBRARIES = ("keras", "tensorflow", "numpy", "kdist", "builtins")
+
+
+class Same:
+    """An object, equal to none but itself; held, so that nothing else gets its id."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and other.value is self.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+def attributes_of(layers: Iterable[keras.Layer]) -> Hashable:
+    """What attributes of layers are like, but for those that Keras itself keeps in every model.
+
+    Args:
+        layers: The layers of a call.
+
+    Returns:
+        Equal for equal attributes: numbers and texts by value, lists and the user's own objects by
+        what they hold, all else by identity.
+    """
+    every = _of_every_model()
+    return tuple(
+        tuple((n, alike(v)) for n, v in vars(one).items() if n not in every and v is not None)
+        for one in layers
+    )
+
+
+def alike(value: Any, depth: int = _DEPTH) -> Hashable:
+    """What one object is like; see `attributes_of`.
+
+    Args:
+        value: The object.
+        depth: How deep to look into it.
+    """
+    kind = type(value)
+    if isinstance(value, _NUMBERS):
+        return (kind, value)  # 1, 1.0 and True are equal
+    if isinstance(value, tf.Tensor | keras.KerasTensor) and not hasattr(value, "numpy"):
+        return (kind,)  # of a trace: what a layer keeps to show it, as attention scores
+    if isinstance(value, np.ndarray) and value.nbytes <= _BYTES and not value.dtype.hasobject:
+        return (kind, value.dtype.str, value.shape, value.tobytes())
+    if not depth or (isinstance(value, (*_CONTAINERS, Mapping)) and len(value) > _MOST):
+        return Same(value)
+    if isinstance(value, Mapping):
+        items = value.items()
+        return (kind, *((alike(k, depth - 1), alike(v, depth - 1)) for k, v in items))
+    if isinstance(value, _CONTAINERS):
+        return (kind, *(alike(one, depth - 1) for one in value))
+    return _own_object(value, depth)
+
+
+def _own_object(value: Any, depth: int) -> Hashable:
+    """What an object of a class is like."""
+    kind = type(value)
+    theirs = kind.__module__.partition(".")[0] in _OF_LIBRARIES
+    if isinstance(value, (*_BY_NAME, keras.Layer, keras.Variable, tf.Module)):
+        return Same(value)
+    if isinstance(value, Hashable) and kind.__hash__ is not object.__hash__:
+        return (kind, value)  # it says itself what it equals
+    if theirs or not hasattr(value, "__dict__"):
+        return Same(value)
+    return (Same(value), alike(vars(value), depth - 1))
+
+
+@functools.cache
+def _of_every_model() -> frozenset[str]:
+    """Names of attributes that say nothing of one layer: Keras keeps them in every one."""
+    kept = {*vars(keras.Model()), *vars(keras.Layer()), "call"}
+    return frozenset(kept - {"activity_regularizer", "_dtype_policy", "_supports_masking"})

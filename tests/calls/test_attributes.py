@@ -1,0 +1,218 @@
+"""Attributes that a step sets between two calls of one layer."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import warnings
+from typing import Any
+
+from kdist._compat import keras_models
+from kdist.calls.attributes import alike, attributes_of
+from kdist.calls.functions import CallFunctions
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers, ops
+
+from .step_parts import IDS, MESHES, Own, batch, pair, same
+
+pytestmark = pytest.mark.usefixtures("float64")
+
+
+def test_values_are_alike_by_what_they_hold() -> None:
+    for make in (lambda: 1.5, lambda: [1, {"a": (2, "b")}], lambda: np.arange(3), lambda: None):
+        assert alike(make()) == alike(make())
+    for one, other in [
+        (1, True),
+        (1, 1.0),
+        ([1], (1,)),
+        ([1, 2], [2, 1]),
+        (np.ones(1), np.ones(2)),
+    ]:
+        assert alike(one) != alike(other)
+    keras_tensor = keras.KerasTensor((2,))
+    assert alike(keras_tensor) == alike(keras.KerasTensor((2,)))
+
+
+def test_objects_are_themselves_and_what_they_hold() -> None:
+    one = types.SimpleNamespace(flag=True, inner=types.SimpleNamespace(scale=1.0))
+    before = alike(one)
+    assert alike(one) == before and alike(types.SimpleNamespace(**vars(one))) != before
+    one.inner.scale = 2.0
+    assert alike(one) != before
+    one.inner.scale = 1.0
+    assert alike(one) == before
+    one.itself = one
+    hash(alike(one))
+
+
+def test_frozen_dataclasses_are_alike_if_equal() -> None:
+    @dataclasses.dataclass(frozen=True)
+    class Settings:
+        scale: float
+
+    assert alike(Settings(1.0)) == alike(Settings(1.0)) != alike(Settings(2.0))
+
+
+def test_large_containers_are_themselves() -> None:
+    words = [str(n) for n in range(100_000)]
+    assert alike(words) == alike(words) != alike([*words])
+
+
+def test_an_object_that_is_gone_is_not_taken_for_another() -> None:
+    seen = set()
+    for _ in range(50):
+        seen.add(alike(lambda: None))
+    assert len(seen) == 50
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("activation", keras.activations.relu),
+        ("lora_enabled", True),
+        ("activity_regularizer", keras.regularizers.L2(0.1)),
+        ("mine", {"a": [1]}),
+        ("_mine", 1.0),
+    ],
+)
+def test_attributes_of_layers(name: str, value: Any) -> None:
+    dense = layers.Dense(2)
+    dense.build((None, 2))
+    before = attributes_of([dense])
+    setattr(dense, name, value)
+    assert attributes_of([dense]) != before
+
+
+@pytest.mark.parametrize("make", [lambda: layers.LSTM(2, dropout=0.1), lambda: layers.Dense(2)])
+def test_what_keras_notes_of_a_call_says_nothing_of_the_next(make: Any) -> None:
+    layer, x = make(), np.zeros((1, 3, 2))
+    layer.build((None, 3, 2))
+    before = attributes_of(keras_models.flat_layers(layer))
+    tf.function(layer, autograph=False)(x, training=True)
+    assert attributes_of(keras_models.flat_layers(layer)) == before
+
+
+class Switched(Own):
+    """Calls itself before and after something is switched, and compares."""
+
+    def switch(self, on: bool) -> None:
+        raise NotImplementedError
+
+    def loss_of(self, x: Any, y: Any) -> Any:
+        self.switch(True)
+        found = self(x, training=True)
+        self.switch(False)
+        other = self(x, training=True)
+        self.switch(True)
+        return ops.mean((found - y) ** 2) + 0.5 * ops.mean((found - tf.stop_gradient(other)) ** 2)
+
+
+class Activation(Switched):
+    """An attribute of Keras's own layer."""
+
+    def switch(self, on: bool) -> None:
+        self.get_layer("up").activation = keras.activations.get("tanh" if on else "gelu")
+
+
+class Deeper(Switched):
+    """An object that a layer of the model holds, and that has an attribute."""
+
+    def call(self, inputs: Any, training: Any = None, mask: Any = None) -> Any:
+        return self.settings.scale * super().call(inputs, training=training, mask=mask)
+
+    def switch(self, on: bool) -> None:
+        if not hasattr(self, "settings"):
+            self.settings = types.SimpleNamespace(scale=1.0)
+        self.settings.scale = 1.5 if on else 1.0
+
+
+class Given(Switched):
+    """An object that the model is called with, and that has an attribute."""
+
+    def call(self, inputs: Any, training: Any = None, mask: Any = None, how: Any = None) -> Any:
+        made = super().call(inputs, training=training, mask=mask)
+        return made if how is None else how.scale * made
+
+    def loss_of(self, x: Any, y: Any) -> Any:
+        how = types.SimpleNamespace(scale=1.5)
+        found = self(x, training=True, how=how)
+        how.scale = 0.5
+        return ops.mean((found - y) ** 2) + ops.mean((found - self(x, training=True, how=how)) ** 2)
+
+
+class Counted(Switched):
+    """Counts its calls, and does something else in each."""
+
+    def call(self, inputs: Any, training: Any = None, mask: Any = None) -> Any:
+        self.calls_so_far = getattr(self, "calls_so_far", 0) + 1
+        scale = 1.0 + 0.1 * (self.calls_so_far % 2)
+        return scale * super().call(inputs, training=training, mask=mask)
+
+    def switch(self, on: bool) -> None:
+        if on:
+            self.calls_so_far = 0
+
+
+class Meeting(Switched):
+    """Rows of the batch meet in one of the calls alone."""
+
+    def call(self, inputs: Any, training: Any = None, mask: Any = None) -> Any:
+        made = super().call(inputs, training=training, mask=mask)
+        return made if self.apart else made - ops.mean(made, axis=0, keepdims=True)
+
+    def switch(self, on: bool) -> None:
+        self.apart = on
+
+
+@pytest.mark.parametrize("kind", [Activation, Deeper, Given])
+@pytest.mark.parametrize("axes", MESHES, ids=IDS)
+def test_each_call_does_what_it_finds(axes: dict[str, int], kind: type) -> None:
+    models = pair(axes, kind)
+    for model in models:
+        model.fit(*batch(), batch_size=8, epochs=2, verbose=0, shuffle=False)
+    same(models)
+
+
+class Twice(Switched):
+    """Calls itself twice, with nothing changed."""
+
+    def switch(self, on: bool) -> None:
+        self.get_layer("up").activation = keras.activations.tanh
+
+
+@pytest.mark.parametrize(("kind", "count"), [(Twice, 1), (Activation, 2)])
+def test_calls_with_like_attributes_share_functions(
+    kind: type, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Any] = []
+    begin = CallFunctions.__init__
+
+    def begun(functions: CallFunctions, *given: Any) -> None:
+        made.append(functions)
+        begin(functions, *given)
+
+    monkeypatch.setattr(CallFunctions, "__init__", begun)
+    pair(MESHES[0], kind)[1].fit(*batch(), batch_size=8, verbose=0, shuffle=False)
+    assert len(made) == count
+
+
+@pytest.mark.parametrize("axes", MESHES, ids=IDS)
+def test_a_layer_that_counts_its_calls(axes: dict[str, int]) -> None:
+    """Each call is another, and the step settles; Python runs more often than in Keras."""
+    models = pair(axes, Counted)
+    for model in models:
+        model.fit(*batch(), batch_size=8, epochs=2, verbose=0, shuffle=False)
+    assert all(np.isfinite(w).all() for w in models[1].get_weights())
+
+
+@pytest.mark.parametrize("axes", MESHES, ids=IDS)
+def test_rows_that_meet_in_one_call_alone_are_told(axes: dict[str, int]) -> None:
+    models = pair(axes, Meeting)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        models[1].fit(*batch(), batch_size=8, verbose=0, shuffle=False)
+    assert any("rows" in str(one.message) for one in said), [str(one.message) for one in said]
