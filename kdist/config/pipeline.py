@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from kdist.pipeline.known_schedules import get_schedule
+from kdist.pipeline.known_schedules import check_known, get_schedule
 from kdist.pipeline.schedule import Schedule
 from kdist.pipeline.validate import validate
 
@@ -64,6 +64,8 @@ class PipelineConfig:
 
     def __post_init__(self) -> None:
         get_schedule("gpipe", stages=1, micro_batches=self.micro_batches)
+        if self.schedule != "auto":
+            check_known(self.schedule)
         if self.chunks is not None and not (_is_stage(self.chunks) and self.chunks > 0):
             raise ValueError(f"chunks is an integer from 1 on. Received: chunks={self.chunks!r}")
         if isinstance(self.stages, Mapping):
@@ -79,7 +81,8 @@ class PipelineConfig:
         elif self.stages != "auto":
             raise ValueError(
                 "stages is 'auto', a mapping of layer name, or regex, to stage, or a list per "
-                f"stage of its layers, one at least. Received: stages={self.stages!r}"
+                "stage of its layers (the layers themselves, not their names), one at least. "
+                f"Received: stages={self.stages!r}"
             )
 
         if self.costs not in ("estimate", "measured"):

@@ -308,11 +308,12 @@ class Lowered:
 
     def _forget_oldest(self) -> None:
         """Keeps as many programs as steps are kept for single shapes, with two sizes of parts."""
-        for key in [*self.traces][: -2 * MAX_SHAPES]:
-            del self.traces[key]
-            for kept in (self.stitchers, self._calls):
-                for one in [one for one in kept if key in (one[:3], one[0][:3])]:
-                    del kept[one]
+        for traced in [*self.traces][: -2 * MAX_SHAPES]:
+            del self.traces[traced]
+            for lowered in [one for one in self.stitchers if one[:3] == traced]:
+                del self.stitchers[lowered]
+                for call in [one for one in self._calls if one[0] == lowered]:
+                    del self._calls[call]
 
     def _captured(self, tensor: Any) -> Sharded:
         if is_variable(tensor):

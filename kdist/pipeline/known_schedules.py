@@ -66,6 +66,24 @@ def get_schedule(
     return given
 
 
+def check_known(schedule: Any) -> None:
+    """Checks that something stands for a schedule, whatever its numbers.
+
+    Args:
+        schedule: See `get_schedule`.
+
+    Raises:
+        ValueError: It is none, neither a name of one nor a file.
+    """
+    path = isinstance(schedule, str | os.PathLike) and os.path.exists(schedule)
+    if isinstance(schedule, Schedule) or path or schedule in NAMES:
+        return
+    raise ValueError(
+        f"schedule is one of {', '.join(map(repr, NAMES))}, a kdist.pipeline.Schedule, or the path "
+        f"of an existing CSV file. Received: schedule={schedule!r}"
+    )
+
+
 def _count(name: str, value: Any) -> int:
     count = as_index(value)
     if count is None or count < 1:
@@ -74,11 +92,5 @@ def _count(name: str, value: Any) -> int:
 
 
 def _given(schedule: Any) -> Schedule:
-    if isinstance(schedule, Schedule):
-        return schedule
-    if isinstance(schedule, str | os.PathLike) and os.path.exists(schedule):
-        return read_csv(schedule)
-    raise ValueError(
-        f"schedule is one of {', '.join(map(repr, NAMES))}, a kdist.pipeline.Schedule, or the path "
-        f"of an existing CSV file. Received: schedule={schedule!r}"
-    )
+    check_known(schedule)
+    return schedule if isinstance(schedule, Schedule) else read_csv(schedule)

@@ -9,6 +9,11 @@ DATA_NAMES = ("data", "batch")
 PIPE_NAME = "pipe"
 # Words that DTensor uses in layouts; an axis of that name would be read as the word.
 _RESERVED = ("unsharded", "match", "any")
+# What other systems call these axes; here such an axis would be an inner one.
+_FOREIGN = {
+    **dict.fromkeys(("dp", "ddp", "fsdp", "zero", "replica", "replicas"), DATA_NAMES[0]),
+    **dict.fromkeys(("pp", "pipeline", "stage", "stages"), PIPE_NAME),
+}
 
 
 def check_inner_axes_local(
@@ -78,3 +83,21 @@ def check_axes(axis_names: tuple[str, ...], shape: tuple[int, ...]) -> str | Non
             f"{received}"
         )
     return names[0] if names else None
+
+
+def foreign_names(axis_names: Sequence[str]) -> list[str]:
+    """Says which axes are likely meant as others.
+
+    Args:
+        axis_names: The mesh's axes.
+
+    Returns:
+        A line for each inner axis whose name means replicas or stages elsewhere.
+    """
+    meant = [(name, _FOREIGN[name.lower()]) for name in axis_names if name.lower() in _FOREIGN]
+    carried = {DATA_NAMES[0]: "replicas of the model", PIPE_NAME: "stages of a pipeline"}
+    return [
+        f"Axis {name!r} is an inner axis: it cuts tensors. The axis of {carried[ours]} is "
+        f"{ours!r}; name it so if that is meant."
+        for name, ours in meant
+    ]

@@ -8,11 +8,18 @@ which devices form each slice.
 
 import dataclasses
 import math
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kdist.cluster.joining import controller
-from kdist.sharding.axes import DATA_NAMES, PIPE_NAME, check_axes, check_inner_axes_local
+from kdist.sharding.axes import (
+    DATA_NAMES,
+    PIPE_NAME,
+    check_axes,
+    check_inner_axes_local,
+    foreign_names,
+)
 from kdist.sharding.device import Device, check_devices_distinct, check_devices_exist
 
 import keras
@@ -50,9 +57,11 @@ def mesh(*, devices: Sequence[str] | None = None, **axes: int) -> keras.distribu
     Args:
         devices: device names such as `"cpu:0"`, one per mesh position, of other processes
             `"/job:worker/task:1/device:CPU:0"`. Defaults to the first devices, process after
-            process, GPUs where there are any, else CPUs.
+            process, GPUs where there are any, else CPUs; a warning says so where there are GPUs,
+            too few, and enough CPUs.
         **axes: size of each axis. `data` (or `batch`) carries replicas, `pipe` the stages of a
-            pipeline; every other name is an inner axis.
+            pipeline; every other name is an inner axis. Names that other systems have for the
+            first two (`dp`, `fsdp`, `pp`, ...) are warned of.
 
     Returns:
         A `keras.distribution.DeviceMesh`.
@@ -70,6 +79,8 @@ def mesh(*, devices: Sequence[str] | None = None, **axes: int) -> keras.distribu
     ```
     """
     check_axes(tuple(axes), tuple(axes.values()))
+    for note in foreign_names(tuple(axes)):
+        warnings.warn(note, stacklevel=2)
     needed = math.prod(axes.values())
     if devices is None:
         names = _first_devices(needed, axes)
@@ -89,13 +100,21 @@ def mesh(*, devices: Sequence[str] | None = None, **axes: int) -> keras.distribu
 def _first_devices(count: int, axes: dict[str, int]) -> list[str]:
     """Returns the names of the first `count` devices, GPUs before CPUs."""
     kind = "GPU" if tf.config.list_logical_devices("GPU") else "CPU"
-    found = [Device.parse(device.name) for device in tf.config.list_logical_devices(kind)]
+    found = _devices(kind)
+    if kind == "GPU" and len(found) < count <= len(_devices("CPU")):
+        warnings.warn(
+            f"A mesh of {_by(axes)} needs {count} devices, and there are {len(found)} GPUs: it "
+            f"takes CPUs. Name them, devices=[f'cpu:{{k}}' for k in range({count})], if that is "
+            "meant; make an axis smaller to train on GPUs.",
+            stacklevel=3,
+        )
+        found = _devices("CPU")
     if count > len(found):
         processes = len({device.process for device in found})
         fix = f"Call kdist.init(cpu_devices={-(-count // processes)}) first"
         if kind == "GPU":
-            fix += f" and name the CPUs, devices=[f'cpu:{{k}}' for k in range({count})], or cut a"
-            fix += " card into parts (tf.config.set_logical_device_configuration)"
+            fix += " to have CPUs instead, or cut a card into parts"
+            fix += " (tf.config.set_logical_device_configuration)"
         raise ValueError(
             f"A mesh of {_by(axes)} needs {count} devices and there are {len(found)} {kind} "
             f"devices. {fix}, or make an axis smaller. Received: axes={axes}"
@@ -104,6 +123,10 @@ def _first_devices(count: int, axes: dict[str, int]) -> list[str]:
         f"{d.kind.lower()}:{d.index}" if d.process == found[0].process else d.name
         for d in found[:count]
     ]
+
+
+def _devices(kind: str) -> list[Device]:
+    return [Device.parse(device.name) for device in tf.config.list_logical_devices(kind)]
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from kdist.verification.study import Study
 from kdist.verification.tolerance import Difference
 
 
-def likely_cause(differences: Sequence[Difference], study: Study) -> str:
+def likely_cause(differences: Sequence[Difference], study: Study, own_step: str = "") -> str:
     """Says what probably makes a mesh differ from one device.
 
     A step goes from layers to outputs, loss, gradients and update: what comes first is the cause of
@@ -18,6 +18,7 @@ def likely_cause(differences: Sequence[Difference], study: Study) -> str:
         differences: What differs, worst first.
         study: What the layers give for each replica's rows alone, random layers and
             BatchNormalization left out.
+        own_step: The `train_step` that the model overrides, for the user; "" if it has Keras's.
     """
     if not differences:
         return ""
@@ -43,6 +44,14 @@ def likely_cause(differences: Sequence[Difference], study: Study) -> str:
             "differs on the rows of each replica: it arises in the parallel execution of what "
             "layers do in training."
         )
+    if own_step:
+        first = next(d for kind in _OF_STEPS for d in worst[kind])
+        return (
+            f"{first.kind} {first.name!r} of {own_step} differs; outputs agree, and so does every "
+            "layer on the rows of each replica. What the step itself computes is not looked into: "
+            "compare its parts, or the calls of a layer that it calls several times, by returning "
+            "them from it."
+        )
     if found := sorted(worst["loss"], key=lambda d: d.name == "loss"):  # parts before their sum
         if study.added:
             return (
@@ -63,6 +72,7 @@ def likely_cause(differences: Sequence[Difference], study: Study) -> str:
 
 
 _ORDER = ("output", "training_output", "loss", "gradient", "metric", "state", "weight", "slot")
+_OF_STEPS = ("loss", "metric", "gradient", "weight", "slot", "state")
 
 
 def _late_cause(worst: dict[str, list[Difference]]) -> str:

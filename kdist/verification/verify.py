@@ -221,10 +221,11 @@ def _report(
     if overrides(request.model, "compute_loss"):
         name = type(request.model).__name__
         notes.append(f"{name}.compute_loss is the model's own: the loss is compared as one term")
+    own_step = ""
     if overrides(request.model, "train_step"):
-        name = type(request.model).__name__
+        own_step = f"{type(request.model).__name__}.train_step"
         notes.append(
-            f"{name}.train_step is the model's own: what it returns and what it leaves is compared"
+            f"{own_step} is the model's own: what it returns and what it leaves is compared"
         )
     if not tried[-1].trial.ok and tried[-1].trial.rounds is not None:
         request, tried = _in_fewer_bits(request, tried)
@@ -234,7 +235,7 @@ def _report(
         )
     first, last = tried[0].trial, tried[-1].trial
     without = tried[-1].without if last.ok and not first.ok else {}
-    cause = likely_cause(last.comparison.differences, last.study)
+    cause = likely_cause(last.comparison.differences, last.study, own_step)
     return Verification(
         ok=last.ok,
         differences=first.comparison.differences,

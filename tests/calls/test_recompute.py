@@ -200,7 +200,7 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("axes", MESHES, ids=IDS)
-def test_ways_to_run_steps(axes: dict[str, int], way: str) -> None:
+def test_ways_to_run_steps(axes: dict[str, int], way: str, made: list[CallFunctions]) -> None:
     """Against one plain device; the last batch is smaller."""
     config, options = WAYS[way]
     models = [deep(rate=0.0) for _ in range(2)]
@@ -213,6 +213,7 @@ def test_ways_to_run_steps(axes: dict[str, int], way: str) -> None:
     same(models)
     said = any("recompute of" in str(one.message) for one in told)
     assert said == (way == "op by op")  # where it has no effect
+    assert any(one.repeats for one in made) == (not said)
 
 
 @pytest.mark.parametrize("axes", MESHES, ids=IDS)

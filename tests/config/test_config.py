@@ -190,3 +190,19 @@ def test_prints_readably():
         "  loss_from_layers: mean",
     ]
     assert "  layout_map: none" in str(ParallelConfig(mesh=mesh(data=2))).splitlines()
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"schedule": "nonsense"}, "schedule is one of 'gpipe', '1f1b'"),
+        ({"schedule": 3}, "schedule is one of"),
+        ({"schedule": "missing.csv"}, "path of an existing CSV file"),
+        ({"chunks": 0}, "chunks is an integer from 1 on"),
+        ({"stages": ["up", "down"]}, "the layers themselves, not their names"),
+        ({"costs": "guessed"}, "costs is 'estimate'"),
+    ],
+)
+def test_a_pipeline_is_checked_where_it_is_declared(given, words):
+    with pytest.raises(ValueError, match=words):
+        PipelineConfig(micro_batches=2, **given)

@@ -125,6 +125,14 @@ STAGES = PipelineConfig(micro_batches=2, stages={"up": 0, "down": 1})
 CHUNKS = PipelineConfig(micro_batches=2, schedule="interleaved")
 FREED = "when gradients and gathered parameters are freed"
 CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "no fusion, one replica": (
+        {"axes": {"model": 2}, "fusion": FusionConfig(mode="none")},
+        ["fusion (none) has no effect: gradients travel between replicas, and the mesh model=2"],
+    ),
+    "no overlap, one replica": (
+        {"axes": {"model": 2}, "fusion": FusionConfig(overlap=False)},
+        ["fusion (auto, exchanged after the backward pass) has no effect: gradients travel"],
+    ),
     "threshold at level 0": (
         {"axes": {"data": 2}, **at(0)},
         ["threshold_kb=0 has no effect: level 0 cuts nothing. Raise level"],

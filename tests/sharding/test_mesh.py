@@ -294,11 +294,39 @@ def test_slices_hold_each_device_once_at_its_coordinate(names, sizes, count):
             assert device == f"/device:CPU:{position}"
 
 
+def cards_and(cpus: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One GPU, and so many CPU devices."""
+    devices = {"GPU": [tf.config.LogicalDevice("/device:GPU:0", "GPU")]}
+    devices["CPU"] = [tf.config.LogicalDevice(f"/device:CPU:{k}", "CPU") for k in range(cpus)]
+
+    def found(kind: str | None = None) -> list[tf.config.LogicalDevice]:
+        return devices[kind] if kind else [*devices["CPU"], *devices["GPU"]]
+
+    monkeypatch.setattr(tf.config, "list_logical_devices", found)
+
+
 def test_with_too_few_gpus_it_says_how_to_have_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    one = [tf.config.LogicalDevice("/device:GPU:0", "GPU")]
-    monkeypatch.setattr(tf.config, "list_logical_devices", lambda kind: one)
+    cards_and(1, monkeypatch)
     with pytest.raises(ValueError, match=r"4 devices and there are 1 GPU") as caught:
         mesh(data=4)
     assert "kdist.init(cpu_devices=4)" in str(caught.value)
-    assert "devices=[f'cpu:{k}' for k in range(4)]" in str(caught.value)
     assert "set_logical_device_configuration" in str(caught.value)
+
+
+def test_with_too_few_gpus_it_takes_cpus_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    cards_and(8, monkeypatch)
+    with pytest.warns(UserWarning, match="needs 4 devices, and there are 1 GPUs: it takes CPUs"):
+        made = mesh(data=2, model=2)
+    assert [*made.devices.flatten()] == [f"cpu:{k}" for k in range(4)]
+    assert [*mesh(data=1).devices.flatten()] == ["gpu:0"]
+
+
+@pytest.mark.parametrize(("name", "meant"), [("dp", "data"), ("FSDP", "data"), ("pp", "pipe")])
+def test_names_of_other_systems_are_told(name: str, meant: str) -> None:
+    with pytest.warns(UserWarning, match=f"'{name}' is an inner axis.* is '{meant}'"):
+        mesh(**{name: 2})
+
+
+def test_names_of_inner_axes_are_the_users(recwarn: pytest.WarningsRecorder) -> None:
+    mesh(data=2, tp=2)
+    assert not recwarn.list

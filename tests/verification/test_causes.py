@@ -196,3 +196,14 @@ def difference(kind, name="x"):
 def test_the_cause_is_where_differences_begin(kinds, text):
     cause = likely_cause([difference(kind) for kind in kinds], Study())
     assert text in cause and bool(cause) == bool(kinds)
+
+
+@pytest.mark.parametrize("kinds", [["loss"], ["weight", "metric"], ["slot"], ["state"]])
+def test_of_a_step_of_ones_own_no_cause_is_made_up(kinds):
+    cause = likely_cause([difference(kind) for kind in kinds], Study(), "Mine.train_step")
+    assert "of Mine.train_step differs" in cause and "not looked into" in cause
+    assert "couples rows" not in cause
+
+
+def test_of_a_step_of_ones_own_that_agrees_there_is_no_cause():
+    assert likely_cause([], Study(), "Mine.train_step") == ""
