@@ -61,8 +61,8 @@ class ShardedCheckpoint(keras.callbacks.Callback):
 
     Args:
         directory: Of checkpoints.
-        every_steps: Training steps from one checkpoint to the next; None for one at the end of
-            each epoch.
+        every_steps: Training steps from one checkpoint to the next, and one at the end of the last
+            epoch; None for one at the end of each epoch.
         keep: How many of the newest stay; None for all.
         asynchronous: Write in the background: training waits for the copy to host memory alone.
         monitor: A name in the logs; the checkpoint with its best value stays too. For one that only
@@ -282,7 +282,8 @@ class ShardedCheckpoint(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """See `keras.callbacks.Callback`."""
         self._monitored.see_epoch(logs or {})
-        if self.every_steps is None or self._due or self._monitored.of_epochs:
+        last = epoch + 1 == self.params.get("epochs") or self.model.stop_training
+        if self.every_steps is None or self._due or last or self._monitored.of_epochs:
             self._save(epoch + 1, 0, logs)
 
     def on_train_end(self, logs: Any = None) -> None:

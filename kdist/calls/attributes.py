@@ -20,7 +20,10 @@ import tensorflow as tf
 _DEPTH, _MOST, _BYTES = 4, 256, 1 << 16
 _CONTAINERS = (list, tuple, set, frozenset)
 _NUMBERS = (bool, int, float, complex, str, bytes, type(None), enum.Enum, np.generic)
-_BY_NAME = (type, types.ModuleType, types.FunctionType, types.MethodType, functools.partial)
+_THEMSELVES = (
+    *(type, types.ModuleType, types.FunctionType, types.MethodType, functools.partial),
+    *(keras.Layer, keras.Variable, tf.Variable, tf.Tensor, tf.Module),
+)
 _OF_LIBRARIES = ("keras", "tensorflow", "numpy", "kdist", "builtins")
 
 
@@ -81,14 +84,24 @@ def alike(value: Any, depth: int = _DEPTH) -> Hashable:
 def _own_object(value: Any, depth: int) -> Hashable:
     """What an object of a class is like."""
     kind = type(value)
-    theirs = kind.__module__.partition(".")[0] in _OF_LIBRARIES
-    if isinstance(value, (*_BY_NAME, keras.Layer, keras.Variable, tf.Module)):
+    if isinstance(value, _THEMSELVES):
         return Same(value)
-    if isinstance(value, Hashable) and kind.__hash__ is not object.__hash__:
-        return (kind, value)  # it says itself what it equals
-    if theirs or not hasattr(value, "__dict__"):
+    if _says_what_it_equals(value):
+        return (kind, value)
+    if kind.__module__.partition(".")[0] in _OF_LIBRARIES or not hasattr(value, "__dict__"):
         return Same(value)
     return (Same(value), alike(vars(value), depth - 1))
+
+
+def _says_what_it_equals(value: Any) -> bool:
+    """Whether an object, which can be a key, has a hash of its own."""
+    if type(value).__hash__ in (None, object.__hash__):
+        return False
+    try:
+        hash(value)
+    except TypeError:  # of a class that has one, but not always
+        return False
+    return True
 
 
 @functools.cache

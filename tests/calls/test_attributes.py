@@ -57,6 +57,16 @@ def test_frozen_dataclasses_are_alike_if_equal() -> None:
     assert alike(Settings(1.0)) == alike(Settings(1.0)) != alike(Settings(2.0))
 
 
+@pytest.mark.parametrize(
+    "make", [lambda: tf.Variable(0), lambda: tf.constant(0), lambda: keras.Variable(0), set().copy]
+)
+def test_what_has_no_hash(make: Any) -> None:
+    one, other = make(), make()
+    assert alike(one) == alike(one)
+    assert (alike(one) == alike(other)) == isinstance(one, set)
+    hash(alike({"held": [one]}))
+
+
 def test_large_containers_are_themselves() -> None:
     words = [str(n) for n in range(100_000)]
     assert alike(words) == alike(words) != alike([*words])

@@ -3,12 +3,27 @@
 from __future__ import annotations
 
 from kdist.callbacks import ShardedCheckpoint
+from kdist.checkpoint import directory as directories
 
 import keras
 import numpy as np
 
 from ..cluster.stopping import Stopped
 from .runs import STEPS, build, run
+
+
+def test_the_end_of_training_is_saved_whatever_the_step(tmp_path):
+    """Not only every few steps: the next run has nothing left to train."""
+    every = STEPS - 1
+    assert 3 * STEPS % every
+    whole = run(build({"data": 2}, 1), ShardedCheckpoint(tmp_path, every_steps=every), "arrays")
+    newest = directories.folders(tmp_path)[-1]
+    assert directories.step_of(newest) == 3 * STEPS
+    saver = ShardedCheckpoint(tmp_path, every_steps=every, resume=True)
+    again = build({"data": 2}, 1)
+    second = run(again, saver, "arrays")
+    assert int(again.optimizer.iterations) == 3 * STEPS
+    assert second["history"] == whole["history"]
 
 
 class StopWithin(keras.callbacks.Callback):
