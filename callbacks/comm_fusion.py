@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import time
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
 from kdist.api.attached import attached
 from kdist.config.fusion import FusionConfig
+from kdist.display.warn import warn
 from kdist.report.comm_replay import replay
 
 import keras
@@ -162,11 +162,10 @@ class CommFusion(keras.callbacks.Callback):
         self._switch()
         if self.tune and not self.tried:
             needed = len(self._candidates) * (self.steps + 1)
-            warnings.warn(
+            warn(
                 f"CommFusion(tune=True) needs {needed} steps to try {len(self._candidates)} "
                 f"candidates; training ended before. The last one tried stays: "
-                f"{attached(self.model).config.fusion}",
-                stacklevel=2,
+                f"{attached(self.model).config.fusion}"
             )
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,6 +35,7 @@ from kdist.checkpoint.position import (
 )
 from kdist.checkpoint.store import Compression
 from kdist.checkpoint.writer import BackgroundWriter, write
+from kdist.display.warn import warn
 from kdist.runtime.keras_contract import is_built
 
 import keras
@@ -189,12 +189,11 @@ class ShardedCheckpoint(keras.callbacks.Callback):
         check_data(position.source, progress.get("data", {}), batch, steps)
         if self.restored is not None:
             if arguments.get("initial_epoch", 0) > epoch:
-                warnings.warn(
+                warn(
                     "A run that goes on begins in the epoch of its checkpoint, not in "
                     "initial_epoch. To leave epochs out, kdist.checkpoint.restore(model, "
                     "directory), and fit without resume=True. Received: "
-                    f"initial_epoch={arguments['initial_epoch']}; the checkpoint is of {epoch}",
-                    stacklevel=4,
+                    f"initial_epoch={arguments['initial_epoch']}; the checkpoint is of {epoch}"
                 )
             position.source.resume(self._files, position.total)
             if progress.get("stopped"):

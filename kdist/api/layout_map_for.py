@@ -5,13 +5,13 @@ from __future__ import annotations
 import collections
 import math
 import re
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from kdist._compat import keras_graphs, keras_models
 from kdist.api.product_graph import ProductGraph, Weight, closed_in, has_convolutions
 from kdist.config.tables import host_layers, split_layers
+from kdist.display.warn import warn
 from kdist.layers import DistributedEmbedding
 from kdist.plan.column_row import LARGE, Group, Roles, chosen, pairs_by_size, wide_ends
 from kdist.plan.convolutions import convolution_of
@@ -240,7 +240,7 @@ def _tell(model: keras.Model, roles: Roles, layouts: dict[str, Dims], parts: int
             f"optimizer levels. Received: {model.name!r}, {parts} parts, left whole: {shown or '-'}"
         )
     if left:
-        warnings.warn(f"{model.name}: these stay whole: {shown}", stacklevel=3)
+        warn(f"{model.name}: these stay whole: {shown}")
 
 
 def _patterns(layouts: dict[str, Dims], weights: Mapping[str, int]) -> dict[str, Dims]:

@@ -9,13 +9,13 @@ owner only: ZeRO's first stage (Rajbhandari et al. 2019, arXiv:1910.02054), by w
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
 from kdist._compat import keras_optimizers, keras_trainer, mirrored_internals
 from kdist.api import mirrored_scope
 from kdist.config.optimizer import OptimizerConfig
+from kdist.display.warn import warn
 from kdist.optimizer.local import scatter_rows
 from kdist.optimizer.slice_gradients import SliceGradients
 from kdist.optimizer.update import DistributedUpdate
@@ -178,7 +178,7 @@ class MirroredUpdate(DistributedUpdate):
             )
         entries = self.jobs.entries
         if missing := [entries[v].variable.path for v in places if v not in found]:
-            warnings.warn(f"No gradient reaches {missing}; they stay as they are.", stacklevel=2)
+            warn(f"No gradient reaches {missing}; they stay as they are.")
         connected = sorted(found)
         parts = [strategy.experimental_local_results(found[v]) for v in connected]
         rows = {v: LookUp() for v, part in zip(connected, parts) if is_sparse(part[0])}

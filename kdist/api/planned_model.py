@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -24,6 +23,7 @@ from kdist.config.idle_layouts import no_moves
 from kdist.config.parallel import ParallelConfig
 from kdist.config.without_effect import ModelFacts, WithoutEffect, without_effect
 from kdist.display.tables import readable
+from kdist.display.warn import warn
 from kdist.dtensor.lowered import Collective
 from kdist.graphs.chunks import parameter_chunks
 from kdist.optimizer.gather import gather_groups
@@ -224,7 +224,7 @@ class PlannedModel(PlacedModel):
         """Warns of something about the model, unless it was said before."""
         if note not in self._told:
             self._told.add(note)
-            warnings.warn(f"{self.model.name}: {note}", stacklevel=3)
+            warn(f"{self.model.name}: {note}")
 
     def tell_barriers(self, where: str) -> None:
         """Warns that steps of one execution wait for each other, if they were to go without."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import math
-import warnings
 from collections.abc import Iterator
 
 from kdist._compat import keras_births, keras_models, keras_optimizers, keras_saving
 from kdist.api.attached import attached, parallel_of
 from kdist.api.parallelize import parallelize
 from kdist.config.parallel import ParallelConfig
+from kdist.display.warn import warn
 from kdist.storage import recipes
 from kdist.storage.unborn import unborn_variables
 
@@ -74,9 +74,8 @@ def _made_whole(variable: keras.Variable, why: str) -> None:
     """Says of a large variable that it is made whole before it is cut."""
     size = math.prod(variable.shape) * tf.as_dtype(keras_births.raw_dtype(variable)).size
     if size > recipes.CHUNK:
-        warnings.warn(
+        warn(
             f"{variable.path} is made whole, {size >> 20} MiB, before it is cut: {why}. Use one of "
             "keras.initializers for a large weight, and call the model in the scope on "
-            "keras.Input(...) alone.",
-            stacklevel=2,
+            "keras.Input(...) alone."
         )

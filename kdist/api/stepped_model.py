@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kdist._compat import keras_models, keras_remat, keras_trainer, keras_xla
 from kdist.api.planned_model import PlannedModel
 from kdist.config.parallel import ParallelConfig
+from kdist.display.warn import warn
 from kdist.optimizer.wrappers import row_updates, sums_rows
 from kdist.pipeline.work import Work
 from kdist.program.program import Program
@@ -154,7 +154,7 @@ class SteppedModel(PlannedModel):
         """Says, once, why something does not run over DTensor."""
         if reason not in self.fallbacks:
             self.fallbacks.append(reason)
-            warnings.warn(f"{self.model.name}: {reason}", stacklevel=4)
+            warn(f"{self.model.name}: {reason}")
 
     def say_whole_loss(self) -> None:
         """Says, once, that a loss is computed over the whole batch, where nobody asked for it."""
@@ -162,7 +162,7 @@ class SteppedModel(PlannedModel):
             self.whole_loss != OVERRIDDEN or self.staged is not None
         ):
             self._said.add(self.whole_loss_note)
-            warnings.warn(f"{self.model.name}: {self.whole_loss_note}", stacklevel=4)
+            warn(f"{self.model.name}: {self.whole_loss_note}")
 
     @property
     def chunking(self) -> Chunking | None:

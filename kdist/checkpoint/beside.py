@@ -9,7 +9,6 @@ has been applied: so which they are is saved too, for a model that has not train
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from kdist.api.attached import parallel_of
 from kdist.checkpoint.directory import read_file
 from kdist.checkpoint.manifest import Manifest
 from kdist.checkpoint.matching import match
+from kdist.display.warn import warn
 from kdist.optimizer.wrappers import optimizers_of
 
 import keras
@@ -87,7 +87,7 @@ def to_bytes(model: keras.Model, weights: Sequence[tuple[str, Any]]) -> bytes:
 def tell_left_out(model: keras.Model) -> None:
     """Says, once, which optimizers a checkpoint does not have."""
     parallel = parallel_of(model)
-    say = warnings.warn if parallel is None else parallel.warn_once
+    say = warn if parallel is None else parallel.warn_once
     for name, one in _built(model).items():
         if others := _of_others(one, model):
             say(
@@ -134,16 +134,14 @@ def build(
     optimizers, parallel = optimizers_of(model), parallel_of(model)
     for name, numbers in saved.items():
         if name not in optimizers and name == COMPILED:
-            warnings.warn(
+            warn(
                 "The checkpoint has the state of the compiled optimizer, and the model is not "
-                "compiled with one: it is left out. Compile the model before restoring.",
-                stacklevel=6,
+                "compiled with one: it is left out. Compile the model before restoring."
             )
         elif name not in optimizers:
-            warnings.warn(
+            warn(
                 f"The checkpoint has the state of an optimizer {name!r}, which the model does not "
-                "have as an attribute: it is left out.",
-                stacklevel=6,
+                "have as an attribute: it is left out."
             )
         elif not optimizers[name].built:
             updated = [variable[id(arrays[n])] for n in numbers]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
 from kdist._compat.keras_callbacks import begin_clock, of_the_process
 from kdist.checkpoint import remembered
 from kdist.checkpoint.remembered import Remembered
+from kdist.display.warn import warn
 
 import keras
 import numpy as np
@@ -57,11 +57,10 @@ class CallbackStates:
         rest = remembered.other_attributes(callback, NOT_STATE)
         if rest:
             self._told.add(type(callback))
-            warnings.warn(
+            warn(
                 f"{type(callback).__name__} holds what a checkpoint cannot keep: attributes "
                 f"{rest}. They begin anew when training goes on. If they matter, give it "
-                "get_state() and set_state(state).",
-                stacklevel=2,
+                "get_state() and set_state(state)."
             )
 
     def load(self, states: Sequence[dict[str, Any]], arrays: Sequence[np.ndarray]) -> None:
@@ -82,10 +81,9 @@ class CallbackStates:
             begin_clock(callback)
         gone = [s["class"] for s in left if s.get("changed") or s.get("own")]
         if missing or gone:
-            warnings.warn(
+            warn(
                 "Callbacks differ from those of the run that goes on. "
-                f"Without a saved state: {missing}; saved, and not there: {gone}",
-                stacklevel=2,
+                f"Without a saved state: {missing}; saved, and not there: {gone}"
             )
 
     def end(self, goes_on: bool) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import warnings
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from kdist.checkpoint.manifest import CheckpointError, DamagedError, Manifest
 from kdist.checkpoint.matching import match
 from kdist.checkpoint.store import Compression
 from kdist.checkpoint.writer import Target, write
+from kdist.display.warn import warn
 from kdist.runtime.keras_contract import is_built
 
 import keras
@@ -282,7 +282,7 @@ def tell_damaged(error: DamagedError, others: Sequence[Path]) -> None:
     """
     if not others:
         raise error
-    warnings.warn(f"{error}. The checkpoint before it is taken: {others[0]}", stacklevel=4)
+    warn(f"{error}. The checkpoint before it is taken: {others[0]}")
 
 
 def _candidates(directory: Path, step: int | None) -> list[Path]:

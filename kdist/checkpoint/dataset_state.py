@@ -10,10 +10,10 @@ import copy
 import io
 import json
 import random
-import warnings
 from typing import Any
 
 from kdist.checkpoint import remembered
+from kdist.display.warn import warn
 
 import keras
 import numpy as np
@@ -115,12 +115,11 @@ class DatasetState:
         new = sorted({*names} - self._told)
         if new:
             self._told.update(new)
-            warnings.warn(
+            warn(
                 f"{type(self.dataset).__name__} has an on_epoch_begin or on_epoch_end, and "
                 "attributes that a checkpoint does not hold. If those change, a run that goes on "
                 "has other batches: keep an order in an array of indices, or give it get_state() "
-                f"and set_state(state). Received: {new}: {why}",
-                stacklevel=2,
+                f"and set_state(state). Received: {new}: {why}"
             )
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import warnings
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ from kdist.checkpoint.directory import read_file
 from kdist.checkpoint.keras_description import ASSETS, FILE, VALUES, KerasDescription
 from kdist.checkpoint.manifest import Manifest
 from kdist.checkpoint.store import Reader
+from kdist.display.warn import warn
 
 import keras
 import numpy as np
@@ -87,12 +87,11 @@ class LayerFiles:
             if layer is not None and group not in mixed:
                 layer.load_own_variables(stored)
             elif layer is not None and not getattr(layer, "lora_enabled", False):
-                warnings.warn(
+                warn(
                     "A layer saves numbers beside its variables, and can only load all together: "
                     "make them variables, or call kdist.checkpoint.consolidate and "
                     f"model.load_weights. Received: layer={layer.path!r}, not "
-                    f"restored={sorted(stored)}",
-                    stacklevel=6,
+                    f"restored={sorted(stored)}"
                 )
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping
 from typing import Any
+
+from kdist.display.warn import warn
 
 Best = tuple[int | None, float | None]
 """The step of the best checkpoint, and its value."""
@@ -76,10 +77,9 @@ class Monitored:
         if self._ever or self._told:
             return
         self._told = True
-        warnings.warn(
+        warn(
             "No logs have what ShardedCheckpoint monitors: none of its checkpoints is the best. "
-            f"Name one that they have. Received: monitor={self.name!r}, logs: {self._logs}",
-            stacklevel=3,
+            f"Name one that they have. Received: monitor={self.name!r}, logs: {self._logs}"
         )
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-import warnings
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +21,7 @@ from kdist.cluster.elsewhere import ElsewhereError, Running, hand_over
 from kdist.cluster.errors import PeerError
 from kdist.cluster.held import FUNCTIONS, Held
 from kdist.cluster.joining import controller
+from kdist.display.warn import warn
 
 WRITE, ANSWER_MARK, DROP = "checkpoint.write", "checkpoint.answer_mark", "checkpoint.drop"
 
@@ -44,12 +44,11 @@ def writers(directory: Path) -> frozenset[int]:
         sharing = frozenset(_sharing(directory, others))
         _writers[directory] = sharing
         if apart := [k for k in others if k not in sharing]:
-            warnings.warn(
+            warn(
                 f"Process {', '.join(map(str, apart))} of {found.place.count} cannot write to the "
                 "directory of checkpoints: process 0 writes their parts too, which are sent to its "
                 "memory. Use a directory that all processes share. "
-                f"Received: {directory}",
-                stacklevel=4,
+                f"Received: {directory}"
             )
     return _writers[directory]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from kdist.checkpoint.matching import match
 from kdist.checkpoint.store import Reader
 from kdist.checkpoint.variables import Boxes, Written, in_host_memory, one_part, restore, saved
 from kdist.checkpoint.writer import Snapshot
+from kdist.display.warn import warn
 
 import keras
 import numpy as np
@@ -174,7 +174,7 @@ def load(model: keras.Model, folder: Path, manifest: Manifest, within_epoch: boo
             if unsent.can_be_dealt(saved, kept):
                 continue
             if unsent.can_be_cut(saved, kept, shapes):
-                warnings.warn(CUT, stacklevel=4)
+                warn(CUT)
                 cut, kept = kept, {}
                 continue
             kept = {}
@@ -225,10 +225,7 @@ def _pairs(group: str, variables: Named, manifest: Manifest) -> list[Any]:
     if arrays is None:
         if group == OPTIMIZER or group.startswith(beside.GROUP):
             which = "the model's" if group == OPTIMIZER else repr(group.removeprefix(beside.GROUP))
-            warnings.warn(
-                f"The checkpoint was saved without an optimizer: {which} begins anew.",
-                stacklevel=5,
-            )
+            warn(f"The checkpoint was saved without an optimizer: {which} begins anew.")
         return []
     wanted = [(path, tuple(int(n) for n in v.shape)) for path, v in variables]
     try:
@@ -236,7 +233,7 @@ def _pairs(group: str, variables: Named, manifest: Manifest) -> list[Any]:
     except CheckpointError:
         if group not in BEGINS_ANEW:
             raise
-        warnings.warn(BEGINS_ANEW[group], stacklevel=5)
+        warn(BEGINS_ANEW[group])
         return []
     return [(one, Boxes.of(path, v)) for one, (path, v) in zip(found, variables)]
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import itertools
 import math
-import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kdist.checkpoint.array_rows import as_array, gathered, none_of, spec_of
 from kdist.checkpoint.dataset_state import DatasetState
 from kdist.checkpoint.manifest import CheckpointError
+from kdist.display.warn import warn
 from kdist.runtime.keras_contract import as_spec
 
 import keras
@@ -255,11 +255,10 @@ class Indexed(Source):
         if now and (self.skipped or (self.spans_epochs and self.total)):
             raise other_data(now, before)
         if now:
-            warnings.warn(
+            warn(
                 f"{type(self.dataset).__name__} has other sizes than that of the run before: it "
                 "begins with the order that it has now. "
-                f"Received: {listed(now)}; before: {listed(before)}",
-                stacklevel=2,
+                f"Received: {listed(now)}; before: {listed(before)}"
             )
         return not now
 
@@ -369,10 +368,9 @@ class Generated(Source):
             CheckpointError: It ends before.
         """
         super().resume(files, total)
-        warnings.warn(
+        warn(
             f"A generator cannot be told where to begin: its first {total} batches are read once "
-            "more and passed over. It has to give the same ones.",
-            stacklevel=2,
+            "more and passed over. It has to give the same ones."
         )
         passed = sum(1 for _ in itertools.islice(self.generator, total))
         if passed < total:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 import json
 import tempfile
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from kdist.checkpoint.manifest import CheckpointError
 from kdist.checkpoint.sources import Source
+from kdist.display.warn import warn
 from kdist.runtime.keras_contract import as_spec
 from kdist.runtime.worker_data import FileIterator, WorkerIterator
 
@@ -178,11 +178,10 @@ class Pipeline(Source):
         if self._cannot:
             return
         self._cannot = True
-        warnings.warn(
+        warn(
             "The position in this tf.data.Dataset cannot be saved. A run that goes on reads the "
             "epoch's batches once more and passes over them: it has to give the same ones in the "
-            f"same order. Received: {reason}",
-            stacklevel=3,
+            f"same order. Received: {reason}"
         )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import warnings
 from typing import Any
 
 from kdist._compat import cluster_runtime, environment
@@ -18,6 +17,7 @@ from kdist.cluster.server import serve
 from kdist.cluster.settings import Deadlines, described
 from kdist.cluster.sources import TOKEN, find
 from kdist.cluster.variables import number
+from kdist.display.warn import warn
 
 _Given = tuple[str | None, int | None, int | None]
 _ARGUMENTS = ("coordinator", "num_processes", "process_id")
@@ -153,7 +153,7 @@ def _place(given: _Given) -> Place | None:
         if name != "coordinator" and (isinstance(value, bool) or not isinstance(value, int)):
             raise ValueError(f"{name} is an integer. Received: {name}={value!r}")
     variables.update({f"KDIST_{name.upper()}": str(value) for name, value in said.items()})
-    return find(variables, say=lambda line: warnings.warn(f"kdist.init: {line}", stacklevel=6))
+    return find(variables, say=lambda line: warn(f"kdist.init: {line}"))
 
 
 def _join(
@@ -188,12 +188,11 @@ def _join(
     end.watch()
     host, _ = split_address(place.coordinator, place.source)
     if not os.environ.get(TOKEN) and (line := without_token(host, place.source)):
-        warnings.warn(f"kdist.init: {line}", stacklevel=4)
+        warn(f"kdist.init: {line}")
     if outside := outside_addresses():
-        warnings.warn(
+        warn(
             "kdist.init: TensorFlow's servers listen on every address of their machines and ask "
             "for no password: who reaches one runs any operation, reading files included. Close "
             "their ports to others (docs/processes.md). "
-            f"Received: a machine with {', '.join(outside)}",
-            stacklevel=4,
+            f"Received: a machine with {', '.join(outside)}"
         )

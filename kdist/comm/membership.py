@@ -14,7 +14,6 @@ import os
 import re
 import sys
 import time
-import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -22,6 +21,7 @@ from kdist._compat import collective_runtime
 from kdist.cluster.joining import controller
 from kdist.comm import processes
 from kdist.comm.processes import TIMEOUT_SECONDS, Connection
+from kdist.display.warn import warn
 
 import tensorflow as tf
 
@@ -129,10 +129,9 @@ def leave(timeout_seconds: float | None = None) -> None:
         advice = "Give kdist.comm.leave a longer timeout where the others have more to do."
         if silent:
             advice = f"No answer from task {', '.join(map(str, silent))}: see why it ended."
-        warnings.warn(
+        warn(
             f"Process {connection.index} leaves before all others do, after at most {limit:g} s: "
-            f"their collectives with it will fail. {advice} Received: {type(error).__name__}",
-            stacklevel=2,
+            f"their collectives with it will fail. {advice} Received: {type(error).__name__}"
         )
 
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import math
 import re
-import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from kdist.display.warn import warn
 from kdist.sharding.layout import closest_names, match_pattern
 
 import tensorflow as tf
@@ -186,10 +186,7 @@ class Classes:
                     "The rows of a table that a batch looks up travel as they are. Use 'none' "
                     f"for it. Received: {entry.compressor} for {entry.path!r} ({entry.why})"
                 )
-            warnings.warn(
-                f"{entry.path}: the gradient is rows of a table, which travel as they are.",
-                stacklevel=2,
-            )
+            warn(f"{entry.path}: the gradient is rows of a table, which travel as they are.")
 
     @property
     def full_bytes(self) -> int:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kdist._compat.function_graphs import is_variable
 from kdist.display import progress
+from kdist.display.warn import warn
 from kdist.dtensor import limits, relayout, sizes
 from kdist.dtensor.body import Body
 from kdist.dtensor.collectives import CannotStitch
@@ -208,12 +208,11 @@ class Lowered:
         """DTensor's own gradient of a re-layout is one too, and may contradict those around it."""
         if self.alltoall:
             self.layouts.moves_gathered = True
-            warnings.warn(
+            warn(
                 "enable_alltoall=True: DTensor cannot differentiate re-layouts of this model one "
                 "after the other where all-to-alls do them. They are gathered and cut instead: "
                 "results are the same, and more bytes travel. Lay neighbouring layers out alike "
-                "to have all-to-alls.",
-                stacklevel=2,
+                "to have all-to-alls."
             )
 
     def _lowered(self, concrete: Any, given: Sequence[Sharded]) -> LoweredProgram:

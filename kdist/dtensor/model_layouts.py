@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ from kdist.config.parallel import ParallelConfig
 from kdist.config.shard import ResolvedShard, declarations, resolve_declaration
 from kdist.config.tables import Place, Split, host_layers, split_layers
 from kdist.config.without_effect import WithoutEffect
+from kdist.display.warn import warn
 from kdist.dtensor.adapters import adapter_layouts
 from kdist.dtensor.along_sequence import End, ends
 from kdist.dtensor.channels import InParts, convolutions_in_parts
@@ -178,11 +178,11 @@ class ModelLayouts:
             n = next((n for n, one in enumerate(self.uncut) if one.joined(note)), None)
             if n is None:
                 self.uncut.append(note)
-                warnings.warn(str(note), stacklevel=2)
+                warn(str(note))
             elif (both := self.uncut[n].joined(note)) and both != self.uncut[n]:
                 self.uncut[n] = both
                 if len(both.sizes) <= TOLD_SIZES:
-                    warnings.warn(str(both), stacklevel=2)
+                    warn(str(both))
 
     def _cuts(self, model: keras.Model) -> Iterator[Cut]:
         """Every tensor whose layout is known before the model is traced."""
@@ -208,7 +208,7 @@ class ModelLayouts:
         first = not self.islands
         self.islands.update((one.title, RULED_OUT in one.reason) for one in found)
         if first and self.islands:
-            warnings.warn(self.island_note(), stacklevel=2)
+            warn(self.island_note())
 
     def island_note(self) -> str:
         """What runs on gathered operands, in one line; "" if nothing does."""
@@ -268,10 +268,7 @@ def _match_outputs(
             found.append((layer, patterns[pattern]))
     unused = [p for p in patterns if p not in used]
     if unused and not again:
-        warnings.warn(
-            f"These activation patterns of the layout map match no layer's output: {unused}",
-            stacklevel=2,
-        )
+        warn(f"These activation patterns of the layout map match no layer's output: {unused}")
     return found
 
 

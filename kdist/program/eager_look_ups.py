@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from kdist.display.warn import warn
 from kdist.storage.sparse import LookUp
 
 import tensorflow as tf
@@ -54,14 +54,14 @@ class EagerLookUps:
             traced.get_concrete_function(*specs)
         except Exception as error:  # what runs op by op need not be made for graphs
             reason = f"the model cannot be traced ({str(error).splitlines()[0]})"
-            warnings.warn(_NOT_KNOWN.format(reason, "of all layers"), stacklevel=3)
+            warn(_NOT_KNOWN.format(reason, "of all layers"))
             return {}
         rows = program.trained.rows
         both = [i for i, one in rows.items() if one.same]
         if both:
             names = [program.state.trainable[i].path for i in both]
             reason = "the batch looks up in the same tables, too"
-            warnings.warn(_NOT_KNOWN.format(reason, names), stacklevel=3)
+            warn(_NOT_KNOWN.format(reason, names))
         return {i: one for i, one in rows.items() if i not in both}
 
     def known(self, position: int, otherwise: LookUp) -> LookUp:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from kdist._compat import dtensor_internals
 from kdist.config.recompute_blocks import Blocks
+from kdist.display.warn import warn
 from kdist.dtensor.collectives import COLLECTIVES
 from kdist.dtensor.stitching import Stitcher
 from kdist.graphs.chunks import Chunk, Graph, node_of
@@ -65,11 +65,10 @@ def run_again(
     (again,) = nodes_again([Candidates(graph, passes, blocks, nodes)], blocks, peak)
     made = repeat(graph, passes, again, seeds, fetched)
     if passes.seeded and not made.originals and blocks.layers and blocks.budget is None:
-        warnings.warn(
+        warn(
             "recompute computes nothing again in a backward pass: of the blocks that it names, the "
             "pass reads nothing that may run twice. What has an effect, and what leaves a block, "
-            f"is kept. Name larger blocks, or leave it out. Received: {blocks.describe()}",
-            stacklevel=2,
+            f"is kept. Name larger blocks, or leave it out. Received: {blocks.describe()}"
         )
     stitcher.repeat(made)
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from kdist.display.warn import warn
 from kdist.graphs.instantiation import prepared_cheaply
 from kdist.graphs.write_order import writes_after_reads
 from kdist.optimizer.early import update_early
@@ -185,7 +185,7 @@ class Step:
         """Reduces the slices' gradients and updates the parameters."""
         connected = self._connected(result)
         if not self.program.state.trainable:
-            warnings.warn("The model does not have any trainable weights.", stacklevel=2)
+            warn("The model does not have any trainable weights.")
             return
         if not connected:
             raise ValueError(

@@ -18,11 +18,11 @@ dim 0 +--------+--------+                                 dim 0 +---------------
 import dataclasses
 import difflib
 import re
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kdist.display.warn import warn
 from kdist.sharding.dims import (
     Dims,
     WeightFit,
@@ -271,10 +271,7 @@ def resolve_layouts(
         layouts.append(WeightLayout(fit(for_weights[pattern], shape, f"{path!r}")))
     unused = [] if again else [pattern for pattern in for_weights if pattern not in used]
     if unused and isinstance(layout_map, keras.distribution.LayoutMap):
-        warnings.warn(
-            f"These patterns of the LayoutMap apply to no variable of the model: {unused}",
-            stacklevel=2,
-        )
+        warn(f"These patterns of the LayoutMap apply to no variable of the model: {unused}")
     elif unused:
         closest = closest_names(unused[0], [path for path, _ in variables])
         raise ValueError(

@@ -8,11 +8,11 @@ which devices form each slice.
 
 import dataclasses
 import math
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kdist.cluster.joining import controller
+from kdist.display.warn import warn
 from kdist.sharding.axes import (
     DATA_NAMES,
     PIPE_NAME,
@@ -80,7 +80,7 @@ def mesh(*, devices: Sequence[str] | None = None, **axes: int) -> keras.distribu
     """
     check_axes(tuple(axes), tuple(axes.values()))
     for note in foreign_names(tuple(axes)):
-        warnings.warn(note, stacklevel=2)
+        warn(note)
     needed = math.prod(axes.values())
     if devices is None:
         names = _first_devices(needed, axes)
@@ -102,11 +102,10 @@ def _first_devices(count: int, axes: dict[str, int]) -> list[str]:
     kind = "GPU" if tf.config.list_logical_devices("GPU") else "CPU"
     found = _devices(kind)
     if kind == "GPU" and len(found) < count <= len(_devices("CPU")):
-        warnings.warn(
+        warn(
             f"A mesh of {_by(axes)} needs {count} devices, and there are {len(found)} GPUs: it "
             f"takes CPUs. Name them, devices=[f'cpu:{{k}}' for k in range({count})], if that is "
-            "meant; make an axis smaller to train on GPUs.",
-            stacklevel=3,
+            "meant; make an axis smaller to train on GPUs."
         )
         found = _devices("CPU")
     if count > len(found):

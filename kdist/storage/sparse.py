@@ -12,11 +12,11 @@ row by row, where every replica looks up the same (positions).
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
 from kdist._compat import keras_models
+from kdist.display.warn import warn
 from kdist.layers.lazy import SummedRows, rows_summed
 from kdist.sharding.placement import Index
 from kdist.storage.constant_ids import for_each_row
@@ -189,7 +189,7 @@ def _is_for_each_row(tensor: Any, sources: Sequence[Any], gradients: bool) -> bo
         return value is not None and bool(np.all(value == value[:1]))
     known = for_each_row(value)
     if gradients and known is None and np.ptp(value) == 0:
-        warnings.warn(ONE_ROW.format(value.tolist()), stacklevel=2)
+        warn(ONE_ROW.format(value.tolist()))
     return bool(known)
 
 

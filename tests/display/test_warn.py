@@ -1,0 +1,39 @@
+"""Warnings show the user's line, not kdist's."""
+
+from __future__ import annotations
+
+import inspect
+import types
+import warnings
+
+from kdist.display.warn import warn
+
+import pytest
+
+
+def within(module: str, call: object) -> object:
+    """A function that calls another, as one of some module."""
+    names = {"__name__": module, "call": call}
+    exec("def through():\n    call()", names)
+    return names["through"]
+
+
+@pytest.mark.parametrize("modules", [[], ["kdist.runtime.step"], ["kdist.api", "keras.src.models"]])
+def test_it_points_at_who_called(modules: list[str]) -> None:
+    inner = types.FunctionType(
+        (lambda: warn("something")).__code__, {"__name__": "kdist.api", "warn": warn}
+    )
+    for module in modules:
+        inner = within(module, inner)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        inner()
+        line = inspect.currentframe().f_lineno - 1
+    assert [(one.filename, one.lineno) for one in said] == [(__file__, line)]
+
+
+def test_a_line_of_the_users_own_step_is_his() -> None:
+    step = within("my_training", within("kdist.calls", lambda: warn("something")))
+    with pytest.warns(UserWarning) as said:
+        step()
+    assert said[0].filename == __file__  # the lambda, which is nearest
