@@ -9,6 +9,7 @@ whatever this process still says when it dies is passed on.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import subprocess
 import sys
@@ -79,3 +80,21 @@ def _through_filter() -> Iterator[None]:
         # It ends with its input, which a process started meanwhile by another thread may share.
         with contextlib.suppress(subprocess.TimeoutExpired):
             reader.wait(timeout=1)
+
+
+@contextlib.contextmanager
+def without_retracing() -> Iterator[None]:
+    """Drops TensorFlow's advice on functions that are traced often within the block.
+
+    A comparison traces the same code for several models, once each.
+    """
+
+    def told(record: logging.LogRecord) -> bool:
+        return "triggered tf.function retracing" not in record.getMessage()
+
+    logger = logging.getLogger("tensorflow")
+    logger.addFilter(told)
+    try:
+        yield
+    finally:
+        logger.removeFilter(told)

@@ -12,6 +12,7 @@ from kdist._compat import keras_models
 from kdist.api.attached import attached
 from kdist.api.parallelize import Parallel
 from kdist.api.preprocessed import preprocessed
+from kdist.display.notices import without_retracing
 from kdist.display.progress import shown
 from kdist.graphs.chance import chance_kept
 from kdist.program.batch import leading
@@ -116,7 +117,7 @@ def verify_prepared(
     rows = int(leading(batch_in("float32", batch[0])).shape[0])
     itemsize = 8 if dtype == "float64" else 4
     refuse_too_large(model, rows, itemsize, parallel.config.topology.devices[0], memory_limit)
-    with chance_kept(), warnings.catch_warnings(record=True) as caught:
+    with chance_kept(), without_retracing(), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         request, trials, way = _compared(model, batch, dtype)
         return _report(request, trials, way, time.perf_counter() - started, _texts(caught))

@@ -1,14 +1,18 @@
-"""Warnings show the user's line, not kdist's."""
+"""Warnings show the user's line, not kdist's; and TensorFlow's advice, where it is none."""
 
 from __future__ import annotations
 
 import inspect
+import logging
 import types
 import warnings
+from collections.abc import Callable
 
+from kdist.display.notices import without_retracing
 from kdist.display.warn import warn
 
 import pytest
+import tensorflow as tf
 
 
 def within(module: str, call: object) -> object:
@@ -37,3 +41,19 @@ def test_a_line_of_the_users_own_step_is_his() -> None:
     with pytest.warns(UserWarning) as said:
         step()
     assert said[0].filename == __file__  # the lambda, which is nearest
+
+
+def test_advice_on_retracing_is_dropped_within_the_block_alone(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("tensorflow"), "propagate", True)
+
+    def traced_often(make: Callable[[], Callable]) -> None:
+        for n in range(8):
+            tf.function(make())(tf.ones((n,)))
+
+    with without_retracing():
+        traced_often(lambda: lambda x: x + 1.0)
+    assert not caplog.records
+    traced_often(lambda: lambda x: x + 2.0)
+    assert any("triggered tf.function retracing" in one.getMessage() for one in caplog.records)
