@@ -42,6 +42,38 @@ def flat_layers(layer: keras.Layer) -> list[keras.Layer]:
     return list(layer._flatten_layers())
 
 
+def trainable_flags(layer: keras.Layer) -> list[tuple[Any, bool]]:
+    """Whether a layer trains, those inside it, and their weights, for `trainable_as`."""
+    layers = flat_layers(layer)
+    held = [*layers, *(v for one in layers for v in one._trainable_variables)]
+    return [(one, one._trainable) for one in held]
+
+
+@contextlib.contextmanager
+def trainable_as(flags: Sequence[tuple[Any, bool]]) -> Iterator[None]:
+    """Meanwhile, layers and weights train as flags say. What says so already is left to the user.
+
+    Args:
+        flags: By `trainable_flags`.
+    """
+    others = [(one, one._trainable) for one, flag in flags if one._trainable != flag]
+    for one, flag in others:
+        one._trainable = not flag
+    try:
+        yield
+    finally:
+        for one, flag in others:
+            one._trainable = flag
+
+
+def flags_to_train(layer: keras.Layer, wanted: Sequence[keras.Variable]) -> list[tuple[Any, bool]]:
+    """Flags with which just these weights of a layer train, whatever is frozen now."""
+    known = {id(v) for v in wanted}
+    layers = flat_layers(layer)
+    weights = [v for one in layers for v in one._trainable_variables]
+    return [*((one, True) for one in layers), *((v, id(v) in known) for v in weights)]
+
+
 def layers_inside(layer: keras.Layer) -> list[keras.Layer]:
     """The layers directly inside a layer."""
     return list(layer._flatten_layers(include_self=False, recursive=False))

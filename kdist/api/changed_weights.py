@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from kdist._compat import keras_seeds
+from kdist._compat import keras_models, keras_seeds
 from kdist.storage.retired import moves
 from kdist.storage.variables import stored
 
@@ -70,6 +70,22 @@ def follow_frozen(parallel: Parallel) -> bool:
         parallel.spread_parameters()
         return True
     return False
+
+
+def follow_thawed(parallel: Parallel) -> None:
+    """Makes the steps anew if weights train now that were frozen when they were made.
+
+    What trained then is among what the new ones may train: functions of before may go on.
+    """
+    if parallel.program is None:
+        return
+    before, model = parallel.program.state.trainable, parallel.model
+    now, known = model.trainable_variables, {id(v) for v in before}
+    if all(id(v) in known for v in now):
+        return
+    with keras_models.trainable_as(keras_models.flags_to_train(model, [*before, *now])):
+        parallel.forget_functions(parallel.jit_compile)
+        parallel.place_for_own()
 
 
 def follow_fusion(parallel: Parallel) -> None:

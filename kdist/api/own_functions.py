@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+from kdist._compat import keras_models
 from kdist._compat.function_graphs import converted
 from kdist.api.attached import attached
-from kdist.api.changed_weights import follow_weights, moved_weights
+from kdist.api.changed_weights import follow_thawed, follow_weights, moved_weights
 from kdist.api.own_steps import calls_of, refuse_prefetch, refuse_settings
 from kdist.api.parallelize import Parallel
 from kdist.calls.layer_calls import LayerCalls
@@ -74,6 +76,9 @@ class _Function:
             _refuse_verify(one)
         self._step, self._parallels = converted(step), parallels
         self._programs: list[Any] = []
+        self._flags: list[Any] = []
+        self._held: list[Any] = []
+        self._compiled: list[Any] = []
         self._graphs: Callable | None = None
         self._plain: Callable | None = None
 
@@ -108,10 +113,18 @@ class _Function:
             _refuse_moved(one)
             follow_weights(one, "train")
             one.prepare_own(self._step, *data)
-        programs = [one.program for one in self._parallels]
-        if self._programs and all(a is b for a, b in zip(programs, self._programs)):
+        if self._is_up_to_date():
             return
-        self._programs, self._plain = programs, None
+        compiled = [one.compiled_with for one in self._parallels]
+        if not self._programs or any(a is not b for a, b in zip(compiled, self._compiled)):
+            self._flags = [keras_models.trainable_flags(one.model) for one in self._parallels]
+            self._compiled, self._held = compiled, []
+        else:
+            self._held = self._flags
+        with self._training():
+            for one in self._parallels:
+                follow_thawed(one)
+        self._programs, self._plain = [one.program for one in self._parallels], None
         over = [one for one in self._parallels if one.compute.inner_size > 1]
         self._graphs = None
         if over:
@@ -120,13 +133,30 @@ class _Function:
             run = self._runs(calls)
             self._graphs = ByShape(lambda data: run(*data), parts, devices, over[0].warn_once)
 
+    def _is_up_to_date(self) -> bool:
+        """Whether there are graphs, of the programs that the models have now."""
+        now = [one.program for one in self._parallels]
+        return bool(self._programs) and all(a is b for a, b in zip(now, self._programs))
+
+    @contextlib.contextmanager
+    def _training(self) -> Iterator[None]:
+        """Meanwhile, graphs made anew because of another function train what they trained before.
+
+        That is what trained when the step was first called, or first after `compile`.
+        """
+        with contextlib.ExitStack() as stack:
+            for flags in self._held:
+                stack.enter_context(keras_models.trainable_as(flags))
+            yield
+
     def _runs(self, calls: list[LayerCalls]) -> Callable:
         """The step, with calls over the mesh."""
         updates = [one.own_updates for one in self._parallels]
         applying = [functools.partial(one.applying, updates) for one in updates]
 
         def run(*data: Any, **named: Any) -> Any:
-            return run_over(calls, applying, lambda *data: self._step(*data, **named), *data)
+            with self._training():
+                return run_over(calls, applying, lambda *data: self._step(*data, **named), *data)
 
         return run
 

@@ -160,7 +160,7 @@ class OwnUpdates:
             raise ValueError(
                 "An optimizer updates trainable weights of a parallelized model, or other "
                 "variables: give others an optimizer of their own; a weight that was frozen when "
-                "training began trains after compile. Received: "
+                "training began trains after compile, or in a new kdist.function. Received: "
                 f"{getattr(others[0], 'path', others[0])!r} in apply of "
                 f"{type(optimizer).__name__} {optimizer.name!r}"
             )

@@ -252,6 +252,8 @@ class Parallel(PreparedModel):
             take_up_weights(self, kind)
         if getattr(self.model, attribute) is not None and not force:
             return
+        if force and kind == "train" and self.layouts is not None:
+            follow_frozen(self)  # for which Keras has its users call this
         made = self._made[kind] = {}
 
         def function(source: Any) -> Any:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from kdist._compat import (
     function_graphs,
     keras_building,
+    keras_models,
     keras_optimizers,
     keras_remat,
     keras_trainer,
@@ -121,7 +122,8 @@ class PreparedModel(FittedModel):
     def updating(self) -> None:
         """Makes what applies gradients, for a step of the model's own that has some, if need be."""
         if self.update is None and self.program is not None:
-            with function_graphs.variables_apart():
+            trained = keras_models.flags_to_train(self.model, self.program.state.trainable)
+            with keras_models.trainable_as(trained), function_graphs.variables_apart():
                 self._build_optimizer()
                 self._make_update()
 

@@ -223,3 +223,38 @@ def test_calls_kept():
             object.__setattr__(layer, "quantized_call", "another")
     assert not {"call", "quantized_call"} & set(vars(one))
     assert other.call == "of its own" and "quantized_call" not in vars(other)
+
+
+def trained(layer):
+    return [v.path for v in layer.trainable_variables]
+
+
+def test_trainable_flags():
+    model = mlp()
+    model.layers[-1].trainable = False
+    flags, before = keras_models.trainable_flags(model), trained(model)
+    model.trainable = False
+    with keras_models.trainable_as(flags):
+        assert trained(model) == before
+    assert not model.trainable and not trained(model)
+
+
+def test_trainable_as():
+    """What says so already is the user's to change meanwhile."""
+    model = mlp()
+    first, last = model.layers[1], model.layers[-1]
+    flags = keras_models.trainable_flags(model)
+    first.trainable = False
+    with keras_models.trainable_as(flags):
+        assert first.trainable
+        last.trainable = False
+    assert not first.trainable and not last.trainable
+
+
+def test_flags_to_train():
+    model = mlp()
+    model.trainable = False
+    wanted = model.layers[-1].weights
+    with keras_models.trainable_as(keras_models.flags_to_train(model, wanted)):
+        assert trained(model) == [v.path for v in wanted]
+    assert not trained(model)
