@@ -45,7 +45,7 @@ class PlacedModel:
         entries: Local variables behind each weight, by identity of the weight.
         layouts: The resolved layouts, once the model is built.
         fallbacks: Why some function runs on gathered weights, if one does.
-        level: The level of optimizer parallelism that the weights are placed for.
+        level: Of optimizer parallelism, that weights are placed for; None: by another model too.
         update: The distributed optimizer, once trained.
         low_rank: What low-rank compression keeps between steps, and from one `update` to the next.
         user_steps: Whether steps of the user's own have called its layers.
@@ -239,7 +239,7 @@ class PlacedModel:
         """How optimizer parallelism spreads the trainable parameters; the weights are placed."""
         optimizer = self.model.optimizer if self.model.compiled else None
         placed, config = self._placed_by_layout(self.trained), self.optimizer_config
-        if config.level == 3 != self.level:  # there is no optimizer to store weights for
+        if config.level == 3 and self.level != 3:  # there is no optimizer to store weights for
             config = config.uncut()
         return self._spread(optimizer, self.trained, placed, config, self.classes())
 

@@ -348,7 +348,7 @@ class PlannedModel(PlacedModel):
         if self.staged is not None:
             notes += filter(None, [self.staged.describe(), self.staged.idle_stages()])
         notes += [*map(str, self.without_effect()), *self.travel_notes()]
-        if self.optimizer_config.level == 3 != self.level:
+        if self.optimizer_config.level == 3 and self.level != 3:
             notes.append(
                 "level=3 stores weights from compile() with an optimizer on, or a first step of "
                 "one's own: what is listed is a step with weights as they are stored now"

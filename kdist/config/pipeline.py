@@ -66,11 +66,11 @@ class PipelineConfig:
         get_schedule("gpipe", stages=1, micro_batches=self.micro_batches)
         if self.schedule != "auto":
             check_known(self.schedule)
-        if self.chunks is not None and not (_is_stage(self.chunks) and self.chunks > 0):
+        if self.chunks is not None and not (_is_count(self.chunks) and self.chunks > 0):
             raise ValueError(f"chunks is an integer from 1 on. Received: chunks={self.chunks!r}")
         if isinstance(self.stages, Mapping):
             object.__setattr__(self, "stages", dict(self.stages))
-            wrong = {k: v for k, v in self.stages.items() if not _is_stage(v)}
+            wrong = {k: v for k, v in self.stages.items() if not _is_count(v)}
             if wrong or not all(isinstance(key, str) for key in self.stages):
                 raise ValueError(
                     "stages maps names (or regexes) of layers to integers from 0 on. "
@@ -155,5 +155,5 @@ def _is_lists(value: object) -> bool:
     )
 
 
-def _is_stage(value: object) -> bool:
+def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0

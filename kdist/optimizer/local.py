@@ -40,6 +40,9 @@ ELEMENTWISE = (
 """Keras optimizers whose update of an element looks at that element alone."""
 
 
+ALL_IN_ONE = "OptimizerConfig(state_on='host'), which updates all in one place"
+"""Where an optimizer sees all weights together."""
+
 ROW_WISE = ("SGD", "RMSprop", "Adadelta", "Adagrad")
 """Keras optimizers that, given rows of a table, write these rows of it and no others.
 
@@ -137,22 +140,16 @@ def sees_some_alone(optimizer: Any, devices: int) -> str | None:
         found.append(
             f"overrides {' and '.join(theirs)}: each of {devices} devices calls that with the "
             "gradients that it updates weights by. If it looks at all gradients together, as a "
-            "norm over them does, set"
+            f"norm over them does, set {ALL_IN_ONE}"
         )
     if names := for_all_weights(optimizer):
         found.append(
             f"has {' and '.join(map(repr, names))} besides what it keeps of each weight: each of "
             f"{devices} devices has an optimizer of its own, which numbers the weights that it "
             "updates from 0 and sees no others. If the update of one weight writes what that of "
-            "another reads, or looks up a weight's entry by its number, set"
+            f"another reads, or looks up a weight's entry by its number, set {ALL_IN_ONE}"
         )
-    if not found:
-        return None
-    told = " OptimizerConfig(state_on='host'), which updates all in one place. It ".join(found)
-    return (
-        f"optimizer {name!r} {told} OptimizerConfig(state_on='host'), which updates all in one "
-        "place"
-    )
+    return f"optimizer {name!r} {'. It '.join(found)}" if found else None
 
 
 def clone(optimizer: Any) -> Any:
