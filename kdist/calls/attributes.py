@@ -7,10 +7,11 @@ each call does what it finds then.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import functools
 import types
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from typing import Any
 
 import keras
@@ -21,7 +22,7 @@ _DEPTH, _MOST, _BYTES = 4, 256, 1 << 16
 _CONTAINERS = (list, tuple, set, frozenset)
 _NUMBERS = (bool, int, float, complex, str, bytes, type(None), enum.Enum, np.generic)
 _THEMSELVES = (
-    *(type, types.ModuleType, types.FunctionType, types.MethodType, functools.partial),
+    *(type, types.ModuleType, types.MethodType, functools.partial),
     *(keras.Layer, keras.Variable, tf.Variable, tf.Tensor, tf.Module),
 )
 _OF_LIBRARIES = ("keras", "tensorflow", "numpy", "kdist", "builtins")
@@ -48,13 +49,15 @@ def attributes_of(layers: Iterable[keras.Layer]) -> Hashable:
 
     Returns:
         Equal for equal attributes: numbers and texts by value, lists and the user's own objects by
-        what they hold, all else by identity.
+        what they hold, functions by what they read from around them, all else by identity.
     """
     every = _of_every_model()
-    return tuple(
-        tuple((n, alike(v)) for n, v in vars(one).items() if n not in every and v is not None)
-        for one in layers
-    )
+
+    def of(one: keras.Layer) -> Hashable:
+        held = ((n, v) for n, v in vars(one).items() if n not in every and v is not None)
+        return (alike(type(one).call), *((name, alike(value)) for name, value in held))
+
+    return tuple(map(of, layers))
 
 
 def alike(value: Any, depth: int = _DEPTH) -> Hashable:
@@ -84,13 +87,31 @@ def alike(value: Any, depth: int = _DEPTH) -> Hashable:
 def _own_object(value: Any, depth: int) -> Hashable:
     """What an object of a class is like."""
     kind = type(value)
+    if isinstance(value, types.FunctionType):
+        return (Same(value), *_around(value, depth - 1))
     if isinstance(value, _THEMSELVES):
         return Same(value)
     if _says_what_it_equals(value):
         return (kind, value)
-    if kind.__module__.partition(".")[0] in _OF_LIBRARIES or not hasattr(value, "__dict__"):
+    if _of_library(kind.__module__) or not hasattr(value, "__dict__"):
         return Same(value)
     return (Same(value), alike(vars(value), depth - 1))
+
+
+def _around(function: types.FunctionType, depth: int) -> Iterator[Hashable]:
+    """What a function of the user's reads from around it: numbers and texts of its module too."""
+    if _of_library(function.__module__ or ""):
+        return
+    for cell in function.__closure__ or ():
+        with contextlib.suppress(ValueError):  # an empty one
+            yield alike(cell.cell_contents, depth)
+    read = function.__code__.co_names
+    found = {n: function.__globals__[n] for n in read if n in function.__globals__}
+    yield tuple((n, alike(v)) for n, v in found.items() if isinstance(v, _NUMBERS))
+
+
+def _of_library(module: str) -> bool:
+    return module.partition(".")[0] in _OF_LIBRARIES
 
 
 def _says_what_it_equals(value: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 import types
 import warnings
 from typing import Any
@@ -55,6 +56,29 @@ def test_frozen_dataclasses_are_alike_if_equal() -> None:
         scale: float
 
     assert alike(Settings(1.0)) == alike(Settings(1.0)) != alike(Settings(2.0))
+
+
+SCALE = 1.0
+
+
+def scaled(x: Any) -> Any:
+    return SCALE * x
+
+
+def test_functions_are_alike_by_what_they_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    scale = 1.0
+
+    def within(x: Any) -> Any:
+        return scale * x
+
+    def of_itself(x: Any) -> Any:
+        return of_itself(x)
+
+    before = alike(within), alike(scaled), alike(of_itself)
+    assert before == (alike(within), alike(scaled), alike(of_itself))
+    scale = 2.0
+    monkeypatch.setattr(sys.modules[__name__], "SCALE", 2.0)
+    assert alike(within) != before[0] and alike(scaled) != before[1]
 
 
 @pytest.mark.parametrize(
@@ -140,6 +164,21 @@ class Deeper(Switched):
         self.settings.scale = 1.5 if on else 1.0
 
 
+ON = True
+
+
+class Global(Switched):
+    """A number of the module that `call` reads."""
+
+    def call(self, inputs: Any, training: Any = None, mask: Any = None) -> Any:
+        made = super().call(inputs, training=training, mask=mask)
+        return 1.5 * made if ON else made
+
+    def switch(self, on: bool) -> None:
+        global ON
+        ON = on
+
+
 class Given(Switched):
     """An object that the model is called with, and that has an attribute."""
 
@@ -178,7 +217,7 @@ class Meeting(Switched):
         self.apart = on
 
 
-@pytest.mark.parametrize("kind", [Activation, Deeper, Given])
+@pytest.mark.parametrize("kind", [Activation, Deeper, Given, Global])
 @pytest.mark.parametrize("axes", MESHES, ids=IDS)
 def test_each_call_does_what_it_finds(axes: dict[str, int], kind: type) -> None:
     models = pair(axes, kind)
