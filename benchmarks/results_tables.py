@@ -233,11 +233,24 @@ KINDS: dict[str, Callable[[dict[str, Any]], str]] = {
 }
 
 
+def commit_of(record: dict[str, Any]) -> str:
+    """The commit that a run was made of, and what keeps one from having it just so.
+
+    A "+" of the record says that files differed from the commit; its `commit_note` says what else
+    there is to know of it.
+    """
+    name = record["commit"]
+    said = [name.rstrip("+")]
+    said += ["with files that differed from it"] if name.endswith("+") else []
+    said += [record["commit_note"]] if "commit_note" in record else []
+    return said[0] + (f" ({'; '.join(said[1:])})" if said[1:] else "")
+
+
 def source(record: dict[str, Any]) -> str:
     """Where and when a run was made."""
     machine, versions = record["machine"], record["versions"]
     return (
-        f"\nMeasured {record['date'][:10]} at commit {record['commit'].rstrip('+')} on "
+        f"\nMeasured {record['date'][:10]} at commit {commit_of(record)} on "
         f"{machine['cores']} cores of {machine['processor']}, TensorFlow {versions['tensorflow']}, "
         f"Keras {versions['keras']}: `benchmarks/results/{record['name']}.json`.\n"
     )
