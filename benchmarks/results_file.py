@@ -1,6 +1,6 @@
 """The file that a benchmark leaves: what was measured, on which machine, when, of which commit.
 
-Runs that are kept are `benchmarks/results/NAME.json`, tracked: figures in README and docs are
+Runs that are kept are `benchmarks/results/NAME.json`, tracked: figures in docs are
 taken from them. Other runs go to `benchmarks/results/scratch/`, which is not.
 """
 

@@ -1,4 +1,4 @@
-"""The tables of README and docs that show kept results, made from `benchmarks/results/*.json`.
+"""The tables of docs that show kept results, made from `benchmarks/results/*.json`.
 
     sh run.sh python benchmarks/results_tables.py
 
@@ -19,7 +19,8 @@ import results_file
 
 CHECKOUT = results_file.FOLDER.parent.parent
 PAGES = (
-    "README.md",
+    "docs/speed.md",
+    "docs/gpus.md",
     "docs/memory.md",
     "docs/recompute.md",
     "docs/compression.md",

@@ -18,6 +18,7 @@ RUN = (
     "custom_loops",
     "debugging",
     "export",
+    "gpus",
     "pipeline",
     "recompute",
     "tensor_parallelism",
