@@ -116,7 +116,7 @@ class DistributedEmbedding(keras.layers.Layer):
             layer.build()
 
     def call(self, inputs: Any, weights: Any = None) -> Any:
-        """Returns the rows of each feature.
+        """The rows of each feature.
 
         Args:
             inputs: In the structure of `feature_configs`, integer ids of each feature's

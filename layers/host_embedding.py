@@ -14,11 +14,11 @@ class HostEmbedding(keras.layers.Embedding):
     `kdist.parallelize` trains, it is an `Embedding`.
 
     Args:
-        vocabulary: rows of the table.
-        dim: columns of the table.
-        prefetch: whether rows of the next batch are looked up while this one computes; see
+        vocabulary: Rows of the table.
+        dim: Columns of the table.
+        prefetch: Whether rows of the next batch are looked up while this one computes; see
             `kdist.place`.
-        **kwargs: further arguments of `keras.layers.Embedding`, such as `mask_zero` and `name`.
+        **kwargs: Further arguments of `keras.layers.Embedding`, such as `mask_zero` and `name`.
 
     Call arguments:
         inputs: integers of any shape, at least 0 and less than `vocabulary`.

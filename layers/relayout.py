@@ -18,9 +18,9 @@ class Relayout(keras.layers.Layer):
     it to a functional model.
 
     Args:
-        layout: one entry a dim of the tensor, the batch included: all names (None, a mesh axis, or
+        layout: One entry a dim of the tensor, the batch included: all names (None, a mesh axis, or
             a tuple of axes), or all cut counts (`1` is not cut).
-        **kwargs: arguments of `keras.layers.Layer`, such as `name`.
+        **kwargs: Arguments of `keras.layers.Layer`, such as `name`.
 
     Call arguments:
         inputs: a tensor of any shape and dtype.
@@ -29,7 +29,7 @@ class Relayout(keras.layers.Layer):
         The input's, with its dtype and mask.
 
     Raises:
-        ValueError: for a layout of another form.
+        ValueError: For a layout of another form.
 
     Example:
     ```python
@@ -47,11 +47,11 @@ class Relayout(keras.layers.Layer):
         self.built = True
 
     def call(self, inputs: Any) -> Any:
-        """Returns `inputs` in the layout."""
+        """`inputs` in the layout."""
         return relaid(inputs, self.layout, f"the output of layer {self.path or self.name!r}")
 
     def compute_output_spec(self, inputs: Any) -> keras.KerasTensor:
-        """Returns a symbolic tensor of the input's shape and dtype.
+        """A symbolic tensor of the input's shape and dtype.
 
         Raises:
             ValueError: The layout has not as many entries as the input has dims.
@@ -66,10 +66,10 @@ class Relayout(keras.layers.Layer):
         return keras.KerasTensor(inputs.shape, dtype=inputs.dtype, sparse=inputs.sparse)
 
     def compute_output_shape(self, input_shape: Sequence[int | None]) -> Sequence[int | None]:
-        """Returns the input's shape."""
+        """The input's shape."""
         return input_shape
 
     def get_config(self) -> dict[str, Any]:
-        """Returns the constructor's arguments."""
+        """The constructor's arguments."""
         layout = [list(entry) if isinstance(entry, tuple) else entry for entry in self.layout]
         return {**super().get_config(), "layout": layout}

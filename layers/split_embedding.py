@@ -15,21 +15,21 @@ class SplitEmbedding(keras.layers.Embedding):
     of a model that `kdist.parallelize` trains, it is an `Embedding`.
 
     Args:
-        rows: rows on each device of the axis; together they are the vocabulary. None is padded. Or
+        rows: Rows on each device of the axis; together they are the vocabulary. None is padded. Or
             the vocabulary, if columns are split.
-        dim: columns of the table; or those on each device.
-        axis: mesh axis, any but `pipe`.
-        local_columns: that the last dim of the inputs has one column for each part, and column j
+        dim: Columns of the table; or those on each device.
+        axis: Mesh axis, any but `pipe`.
+        local_columns: That the last dim of the inputs has one column for each part, and column j
             has ids of part j alone (global ones, from `sum(rows[:j])` on). Then each device looks
             up its own column, no ids travel, and the results are joined by an all-gather.
-        **kwargs: further arguments of `keras.layers.Embedding`, such as `mask_zero` and `name`.
+        **kwargs: Further arguments of `keras.layers.Embedding`, such as `mask_zero` and `name`.
 
     Call arguments:
         inputs: integers of any shape, at least 0 and less than `sum(rows)`.
 
     Raises:
-        ValueError: both of rows and dim are split, or none.
-        tf.errors.InvalidArgumentError: with `local_columns`, in a step of a parallel model, an id
+        ValueError: Both of rows and dim are split, or none.
+        tf.errors.InvalidArgumentError: With `local_columns`, in a step of a parallel model, an id
             is not in the part of its column.
 
     Output shape:

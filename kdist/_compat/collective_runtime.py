@@ -32,10 +32,10 @@ def record_gradient(
     """Tells the running gradient tapes how to go back from outputs to inputs.
 
     Args:
-        name: of the operation.
-        outputs: tensors that were computed outside of the tapes' sight (`unrecorded`).
-        inputs: tensors that they depend on.
-        backward: from one gradient per output to one per input.
+        name: Of the operation.
+        outputs: Tensors that were computed outside of the tapes' sight (`unrecorded`).
+        inputs: Tensors that they depend on.
+        backward: From one gradient per output to one per input.
     """
     record.record_operation(name, list(outputs), list(inputs), backward)
 
@@ -54,9 +54,9 @@ def join_cluster(job: str, addresses: Sequence[str], index: int) -> None:
     """Starts this process's server, and the collective runtime on it.
 
     Args:
-        job: name of the job.
+        job: Name of the job.
         addresses: `host:port` of each process.
-        index: which of them is this one.
+        index: Which of them is this one.
     """
     running = context.context()
     running.configure_collective_ops(collective_leader=f"/job:{job}/replica:0/task:0")

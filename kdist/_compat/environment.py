@@ -28,7 +28,7 @@ def prepare() -> None:
       cut runs whole on every device instead of failing. A value that the user set stays.
 
     Raises:
-        ValueError: if Keras runs, or is told to run, on another backend, or if the combiner is
+        ValueError: If Keras runs, or is told to run, on another backend, or if the combiner is
             switched on.
     """
     _check_backend()

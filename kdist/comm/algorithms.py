@@ -51,17 +51,17 @@ def schedule(operation: str, algorithm: str, size: int, root: int = 0) -> Schedu
     """The messages of an operation.
 
     Args:
-        operation: one of `OPERATIONS`.
-        algorithm: one of `ALGORITHMS`; of all_reduce also `"torus"`, or `"torus:AxB"` with its
+        operation: One of `OPERATIONS`.
+        algorithm: One of `ALGORITHMS`; of all_reduce also `"torus"`, or `"torus:AxB"` with its
             sides: B rows of A devices.
-        size: number of devices p, at least 1.
-        root: the rank that has (broadcast, scatter) or gets (reduce, gather) the value.
+        size: Number of devices p, at least 1.
+        root: The rank that has (broadcast, scatter) or gets (reduce, gather) the value.
 
     Returns:
         The schedule; that of one device is empty.
 
     Raises:
-        ValueError: for an unknown operation or algorithm, a size below 1, a root that does not
+        ValueError: For an unknown operation or algorithm, a size below 1, a root that does not
             exist or has no meaning, a hypercube or a torus that the size does not allow.
 
     Example:
@@ -332,9 +332,9 @@ def _exchange_halves(
     last device of the other half, in a round of its own, and gets nothing.
 
     Args:
-        p: number of devices.
-        chunks: the chunks that a rank has for some ranks.
-        received: told the pairs (source, target) of each round after it.
+        p: Number of devices.
+        chunks: The chunks that a rank has for some ranks.
+        received: Told the pairs (source, target) of each round after it.
     """
     rounds, ranges = [], [range(p)]
     while any(len(ranks) > 1 for ranks in ranges):

@@ -64,7 +64,7 @@ def check_flags(arguments: Sequence[str]) -> None:
     """Refuses, before anything starts, what could not be measured.
 
     Args:
-        arguments: the command line's without its flags: the program alone.
+        arguments: The command line's without its flags: the program alone.
     """
     if len(arguments) > 1:
         raise ValueError(
@@ -97,7 +97,7 @@ def sizes(smallest: int, largest: int, factor: int) -> list[int]:
     """Sizes from the smallest on, each `factor` times the one before, and the largest.
 
     Raises:
-        ValueError: if the largest is smaller than the smallest.
+        ValueError: If the largest is smaller than the smallest.
     """
     if largest < smallest:
         raise ValueError(
@@ -117,9 +117,9 @@ def records(
     """The rows of the table, as plain data.
 
     Args:
-        measurements: one per row.
-        link: constants of the cost model.
-        copies: seconds of a numpy copy for each size in bytes.
+        measurements: One per row.
+        link: Constants of the cost model.
+        copies: Seconds of a numpy copy for each size in bytes.
     """
     rows = []
     for found in measurements:

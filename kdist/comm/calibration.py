@@ -49,17 +49,17 @@ def calibrate(
     `HostCost`.
 
     Args:
-        mesh: the mesh, or a group; by default up to 8 devices of this process. Across processes,
+        mesh: The mesh, or a group; by default up to 8 devices of this process. Across processes,
             every process calls this alike and gets constants of its own clock.
-        axis: its axis; of a group or of a mesh with one axis, it may be left out.
-        sizes: bytes of the values; in one process, of what a device copies or adds.
-        iterations: timed runs of each; the median counts.
+        axis: Its axis; of a group or of a mesh with one axis, it may be left out.
+        sizes: Bytes of the values; in one process, of what a device copies or adds.
+        iterations: Timed runs of each; the median counts.
 
     Returns:
         The constants, with the median relative error on what they were fitted to.
 
     Raises:
-        ValueError: for a group of one device, an axis that the mesh does not have, fewer than two
+        ValueError: For a group of one device, an axis that the mesh does not have, fewer than two
             sizes, a size or a number of runs that is not an integer of at least 1.
 
     Example:
@@ -95,8 +95,8 @@ def timed_work(
 
     Args:
         group: CPU devices of this process.
-        sizes: bytes of what a device copies or adds.
-        iterations: timed runs; programs take turns, so that what else the machine does meanwhile
+        sizes: Bytes of what a device copies or adds.
+        iterations: Timed runs; programs take turns, so that what else the machine does meanwhile
             meets all of them.
 
     Returns:
@@ -162,8 +162,8 @@ def fit_host(found: Sequence[tuple[Work, float]], devices: int) -> HostCost:
     """The constants of one process, fitted to what programs did and took.
 
     Args:
-        found: see `timed_work`.
-        devices: number of devices.
+        found: See `timed_work`.
+        devices: Number of devices.
     """
 
     def fitted(cache: int) -> tuple[HostCost, float]:
@@ -183,7 +183,7 @@ def fit(measurements: Sequence[Measurement]) -> LinkCost:
     """The constants of a link, fitted to collectives.
 
     Args:
-        measurements: of two sizes or more, or one constant remains open.
+        measurements: Of two sizes or more, or one constant remains open.
 
     Returns:
         The constants, neither below 0, with the median relative error.

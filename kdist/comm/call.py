@@ -36,22 +36,22 @@ class Call:
     """One collective, without its values.
 
     Attributes:
-        operation: one of `algorithms.OPERATIONS`, `"send_recv"`, `"send"` or `"recv"`.
-        group: the devices.
-        algorithm: one of `algorithms.ALGORITHMS`, a torus, `"runtime"` or `"auto"`.
-        reduction: one of `REDUCTIONS`.
-        root: rank of the root.
-        dim: tensor dim that is cut or joined; of all-to-all, cut.
-        join_dim: tensor dim that all-to-all joins.
-        sizes: lengths along `dim`, one per rank; of all-to-all, p rows of p: what each rank has
+        operation: One of `algorithms.OPERATIONS`, `"send_recv"`, `"send"` or `"recv"`.
+        group: The devices.
+        algorithm: One of `algorithms.ALGORITHMS`, a torus, `"runtime"` or `"auto"`.
+        reduction: One of `REDUCTIONS`.
+        root: Rank of the root.
+        dim: Tensor dim that is cut or joined; of all-to-all, cut.
+        join_dim: Tensor dim that all-to-all joins.
+        sizes: Lengths along `dim`, one per rank; of all-to-all, p rows of p: what each rank has
             for each. None: as equal as possible, or what the values have.
-        join_sizes: of all-to-all across processes, the length along `join_dim` of each rank's
+        join_sizes: Of all-to-all across processes, the length along `join_dim` of each rank's
             value; None: all have the same.
-        by_group: the call for each group with a rank in this process, where a backward pass takes
+        by_group: The call for each group with a rank in this process, where a backward pass takes
             back what groups with lengths of their own gave.
-        exclusive: of scan, leave a rank's own value out.
-        backwards: of scan, from the last rank to the first.
-        pairs: of sends, (source, target) ranks.
+        exclusive: Of scan, leave a rank's own value out.
+        backwards: Of scan, from the last rank to the first.
+        pairs: Of sends, (source, target) ranks.
     """
 
     operation: str

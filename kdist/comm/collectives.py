@@ -38,11 +38,11 @@ def broadcast(
     """Gives every rank the value of the root.
 
     Args:
-        values: tensors, one per device; only the root's counts, others may be None (across
+        values: Tensors, one per device; only the root's counts, others may be None (across
             processes a tensor or a `tf.TensorSpec` of the shape).
-        mesh: a mesh, or a `Group`, which is checked once.
-        axis: name of a mesh axis; of a group, left out.
-        root: rank along the axis.
+        mesh: A mesh, or a `Group`, which is checked once.
+        axis: Name of a mesh axis; of a group, left out.
+        root: Rank along the axis.
         algorithm: "direct", "ring", "tree", "halving", "hypercube", or "auto": direct in one
             process, across processes what the cost model finds cheapest.
 
@@ -50,8 +50,8 @@ def broadcast(
         Tensors of the root's shape.
 
     Raises:
-        ValueError: for values, an axis, a root or an algorithm that do not fit.
-        PeerError: if another process does not answer in time.
+        ValueError: For values, an axis, a root or an algorithm that do not fit.
+        PeerError: If another process does not answer in time.
 
     Example:
         >>> mesh = kdist.mesh(data=2)
@@ -73,19 +73,19 @@ def reduce(
     """Combines the values of all ranks on the root.
 
     Args:
-        values: tensors of one shape, one per device.
-        mesh: as in `broadcast`.
-        axis: as in `broadcast`.
+        values: Tensors of one shape, one per device.
+        mesh: As in `broadcast`.
+        axis: As in `broadcast`.
         reduction: "sum", "mean" (floats only; the sum divided by p), "max", "min" or "product".
-        root: rank along the axis.
-        algorithm: as in `broadcast`.
+        root: Rank along the axis.
+        algorithm: As in `broadcast`.
 
     Returns:
         The result on the root, None elsewhere.
 
     Raises:
-        ValueError: as `broadcast`, and for a mean of integers.
-        PeerError: as `broadcast`.
+        ValueError: As `broadcast`, and for a mean of integers.
+        PeerError: As `broadcast`.
 
     Example:
         >>> values = [tf.constant([1, 2]), tf.constant([3, 4])]
@@ -109,11 +109,11 @@ def all_reduce(
     """Combines the values of all ranks, on every rank.
 
     Args:
-        values: tensors of one shape, one per device.
-        mesh: as in `broadcast`.
-        axis: as in `broadcast`.
-        reduction: as in `reduce`.
-        algorithm: as in `broadcast`; also "torus", whose rows are processes, or as near to a square
+        values: Tensors of one shape, one per device.
+        mesh: As in `broadcast`.
+        axis: As in `broadcast`.
+        reduction: As in `reduce`.
+        algorithm: As in `broadcast`; also "torus", whose rows are processes, or as near to a square
             as p allows in one, or "torus:AxB", B rows of A ranks; across processes also "runtime",
             TensorFlow's own all-reduce, which is what "auto" takes there for floats, int32 and
             int64.
@@ -122,8 +122,8 @@ def all_reduce(
         Tensors of that shape.
 
     Raises:
-        ValueError: as `reduce`.
-        PeerError: as `broadcast`.
+        ValueError: As `reduce`.
+        PeerError: As `broadcast`.
 
     Example:
         >>> values = [tf.constant([2, 4, 6]), tf.constant([1, 2, 3]), tf.constant([4, 8, 12])]
@@ -147,20 +147,20 @@ def gather(
     """Joins the values of all ranks on the root.
 
     Args:
-        values: tensors, one per device, of one shape but for `dim`.
-        mesh: as in `broadcast`.
-        axis: as in `broadcast`.
-        dim: the tensor dim along which they are joined, in the order of the ranks.
-        root: rank along the axis.
-        sizes: length of each rank's value along `dim`; needed across processes where they differ.
-        algorithm: as in `broadcast`.
+        values: Tensors, one per device, of one shape but for `dim`.
+        mesh: As in `broadcast`.
+        axis: As in `broadcast`.
+        dim: The tensor dim along which they are joined, in the order of the ranks.
+        root: Rank along the axis.
+        sizes: Length of each rank's value along `dim`; needed across processes where they differ.
+        algorithm: As in `broadcast`.
 
     Returns:
         The joined tensor on the root, None elsewhere.
 
     Raises:
-        ValueError: as `broadcast`, and for a dim or sizes that do not fit the values.
-        PeerError: as `broadcast`.
+        ValueError: As `broadcast`, and for a dim or sizes that do not fit the values.
+        PeerError: As `broadcast`.
 
     Example:
         >>> values = [tf.constant([1, 2]), tf.constant([3])]
@@ -192,19 +192,19 @@ def all_gather(
     """Joins the values of all ranks, on every rank.
 
     Args:
-        values: as in `gather`.
-        mesh: as in `broadcast`.
-        axis: as in `broadcast`.
-        dim: as in `gather`.
-        sizes: as in `gather`.
-        algorithm: as in `broadcast`.
+        values: As in `gather`.
+        mesh: As in `broadcast`.
+        axis: As in `broadcast`.
+        dim: As in `gather`.
+        sizes: As in `gather`.
+        algorithm: As in `broadcast`.
 
     Returns:
         The joined tensors.
 
     Raises:
-        ValueError: as `gather`.
-        PeerError: as `broadcast`.
+        ValueError: As `gather`.
+        PeerError: As `broadcast`.
 
     Example:
         >>> values = [tf.constant([1, 2]), tf.constant([3])]
@@ -230,20 +230,20 @@ def scatter(
     """Cuts the root's value and gives each rank its part.
 
     Args:
-        values: as in `broadcast`.
-        mesh: as in `broadcast`.
-        axis: as in `broadcast`.
-        dim: the tensor dim that is cut.
-        root: rank along the axis.
-        sizes: length of each rank's part; by default as equal as possible, longer ones first.
-        algorithm: as in `broadcast`.
+        values: As in `broadcast`.
+        mesh: As in `broadcast`.
+        axis: As in `broadcast`.
+        dim: The tensor dim that is cut.
+        root: Rank along the axis.
+        sizes: Length of each rank's part; by default as equal as possible, longer ones first.
+        algorithm: As in `broadcast`.
 
     Returns:
         The parts.
 
     Raises:
-        ValueError: as `gather`.
-        PeerError: as `broadcast`.
+        ValueError: As `gather`.
+        PeerError: As `broadcast`.
 
     Example:
         >>> values = [tf.constant([1, 2, 3]), None]
@@ -276,20 +276,20 @@ def reduce_scatter(
     """Combines the values of all ranks and gives each rank its part of the result.
 
     Args:
-        values: tensors of one shape, one per device.
-        mesh: as in `broadcast`.
-        axis: as in `broadcast`.
-        reduction: as in `reduce`.
-        dim: the tensor dim that is cut.
-        sizes: as in `scatter`.
-        algorithm: as in `broadcast`.
+        values: Tensors of one shape, one per device.
+        mesh: As in `broadcast`.
+        axis: As in `broadcast`.
+        reduction: As in `reduce`.
+        dim: The tensor dim that is cut.
+        sizes: As in `scatter`.
+        algorithm: As in `broadcast`.
 
     Returns:
         The parts.
 
     Raises:
-        ValueError: as `reduce` and `gather`.
-        PeerError: as `broadcast`.
+        ValueError: As `reduce` and `gather`.
+        PeerError: As `broadcast`.
 
     Example:
         >>> values = [tf.constant([1, 2]), tf.constant([3, 4])]
@@ -322,21 +322,21 @@ def all_to_all(
     """Cuts each value into a part per rank; each rank joins the parts that are for it.
 
     Args:
-        values: tensors, one per device, of one rank.
-        mesh: as in `broadcast`.
-        axis: as in `broadcast`.
-        cut_dim: the tensor dim that is cut.
-        join_dim: the tensor dim along which the parts are joined, in the order of the ranks.
+        values: Tensors, one per device, of one rank.
+        mesh: As in `broadcast`.
+        axis: As in `broadcast`.
+        cut_dim: The tensor dim that is cut.
+        join_dim: The tensor dim along which the parts are joined, in the order of the ranks.
         sizes: `sizes[s][d]` is the length along `cut_dim` of what rank s has for rank d; by
             default as equal as possible.
-        algorithm: as in `broadcast`.
+        algorithm: As in `broadcast`.
 
     Returns:
         The joined parts.
 
     Raises:
-        ValueError: as `gather`.
-        PeerError: as `broadcast`.
+        ValueError: As `gather`.
+        PeerError: As `broadcast`.
 
     Example:
         >>> values = [tf.constant([1, 2]), tf.constant([3, 4])]

@@ -24,13 +24,13 @@ class LinkCost:
     """The two constants of a link.
 
     Attributes:
-        a: start-up time of a message, seconds.
-        b: time per byte, seconds.
-        error: median relative error of the predictions on the measurements that a and b were
+        a: Start-up time of a message, seconds.
+        b: Time per byte, seconds.
+        error: Median relative error of the predictions on the measurements that a and b were
             fitted to; None if they were given.
 
     Raises:
-        ValueError: if a or b is negative or not finite.
+        ValueError: If a or b is negative or not finite.
 
     Example:
         >>> print(kdist.comm.LinkCost(a=20e-6, b=1e-10))
@@ -79,20 +79,20 @@ def predict(operation: str, algorithm: str, nbytes: float, p: int, link: LinkCos
     """Seconds that an operation takes.
 
     Args:
-        operation: one of `algorithms.OPERATIONS`.
-        algorithm: one of `algorithms.ALGORITHMS`, or a torus.
-        nbytes: size of the full buffer, as in the tables of nccl-tests: the value of broadcast,
+        operation: One of `algorithms.OPERATIONS`.
+        algorithm: One of `algorithms.ALGORITHMS`, or a torus.
+        nbytes: Size of the full buffer, as in the tables of nccl-tests: the value of broadcast,
             reduce, all_reduce, scan; of gather and all_gather the joined result, of scatter what
             is cut; of reduce_scatter and all_to_all the input of each device. With l bytes per
             device in gather, all_gather and scatter, it is p·l.
-        p: number of devices.
-        link: the constants; those of a `HostCost` are of work in one process, not of messages.
+        p: Number of devices.
+        link: The constants; those of a `HostCost` are of work in one process, not of messages.
 
     Returns:
         Seconds.
 
     Raises:
-        ValueError: for what `algorithms.schedule` refuses, or a size that is negative or not
+        ValueError: For what `algorithms.schedule` refuses, or a size that is negative or not
             finite.
 
     Example:
@@ -113,10 +113,10 @@ def cheapest(operation: str, nbytes: float, p: int, link: LinkCost) -> str:
     """The algorithm with the smallest predicted time; the first of `ALGORITHMS` among equals.
 
     Args:
-        operation: see `predict`.
-        nbytes: see `predict`.
-        p: number of devices.
-        link: see `predict`.
+        operation: See `predict`.
+        nbytes: See `predict`.
+        p: Number of devices.
+        link: See `predict`.
 
     Example:
         >>> link = kdist.comm.LinkCost(a=1e-5, b=1e-10)
@@ -133,16 +133,16 @@ def terms(operation: str, algorithm: str, p: int) -> tuple[int, float]:
     """The two factors of a prediction: a·startups + b·share·nbytes.
 
     Args:
-        operation: one of `algorithms.OPERATIONS`.
-        algorithm: one of `algorithms.ALGORITHMS`.
-        p: number of devices.
+        operation: One of `algorithms.OPERATIONS`.
+        algorithm: One of `algorithms.ALGORITHMS`.
+        p: Number of devices.
 
     Returns:
         (startups, share): rounds, and bytes that travel one after the other as a multiple of the
         full buffer.
 
     Raises:
-        ValueError: for what `algorithms.schedule` refuses.
+        ValueError: For what `algorithms.schedule` refuses.
     """
     check(operation, algorithm, p)
     if p == 1:
@@ -224,8 +224,8 @@ def _halving(p: int, exchange: bool = False) -> tuple[int, float]:
     """Levels of halves that exchange; an odd range needs a second round.
 
     Args:
-        p: number of devices.
-        exchange: whether each block is of one source for one target (all-to-all), so that devices
+        p: Number of devices.
+        exchange: Whether each block is of one source for one target (all-to-all), so that devices
             hold ever more of them; else one block per target.
     """
     startups, blocks = 0, 0

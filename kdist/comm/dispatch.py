@@ -25,15 +25,15 @@ def collective(call: Call, values: Sequence[Any]) -> Values:
     """Runs a call.
 
     Args:
-        call: what is asked.
-        values: one per device of this process, in the mesh's order.
+        call: What is asked.
+        values: One per device of this process, in the mesh's order.
 
     Returns:
         One result per device of this process; None where the operation gives none.
 
     Raises:
-        ValueError: for values that do not fit the call.
-        PeerError: eagerly, if another process does not take part.
+        ValueError: For values that do not fit the call.
+        PeerError: Eagerly, if another process does not take part.
     """
     results, thread = _run(call, values, tape.thread())
     tape.advance(thread)

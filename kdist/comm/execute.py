@@ -37,8 +37,8 @@ class Slot:
         """Its value; call it in the scope of its device.
 
         Args:
-            fold: combines terms.
-            finish: applied, once, to a value that nothing is combined with any more.
+            fold: Combines terms.
+            finish: Applied, once, to a value that nothing is combined with any more.
         """
         if len(self.terms) > 1:
             self.terms = [fold(self.terms)]
@@ -55,13 +55,13 @@ class Row:
     """One group of devices in which one collective runs.
 
     Attributes:
-        devices: device of each rank.
-        local: whether each rank is in this process.
-        operation: name of the operation, for errors and keys.
-        axis: name of the mesh axis.
-        about: text that tells this communication from others in the process.
-        timeout_seconds: for messages between processes.
-        started: messages between processes that were started.
+        devices: Device of each rank.
+        local: Whether each rank is in this process.
+        operation: Name of the operation, for errors and keys.
+        axis: Name of the mesh axis.
+        about: Text that tells this communication from others in the process.
+        timeout_seconds: For messages between processes.
+        started: Messages between processes that were started.
     """
 
     devices: tuple[str, ...]
@@ -92,10 +92,10 @@ class Row:
         """Carries one message.
 
         Args:
-            message: from whom to whom.
-            number: of its round.
-            value: what travels; None where the source is elsewhere.
-            spec: its shape and dtype; None where the source is here.
+            message: From whom to whom.
+            number: Of its round.
+            value: What travels; None where the source is elsewhere.
+            spec: Its shape and dtype; None where the source is here.
 
         Returns:
             The value on the target, None where that is elsewhere.
@@ -132,12 +132,12 @@ def run(
     """Carries a schedule out, for the ranks of this process.
 
     Args:
-        schedule: its messages.
-        held: for each rank, its chunks; empty for ranks elsewhere. Changed in place.
-        row: the devices.
-        fold: combines terms of a chunk.
-        finish: applied to a complete chunk before it is spread.
-        remote: shape of each chunk, and the dtype, where ranks are in other processes.
+        schedule: Its messages.
+        held: For each rank, its chunks; empty for ranks elsewhere. Changed in place.
+        row: The devices.
+        fold: Combines terms of a chunk.
+        finish: Applied to a complete chunk before it is spread.
+        remote: Shape of each chunk, and the dtype, where ranks are in other processes.
     """
     for number, messages in enumerate(schedule.rounds):
         near = [m for m in messages if row.local[m.source] or row.local[m.target]]

@@ -45,18 +45,18 @@ def backward(
     """Gradients with respect to the inputs of a call.
 
     Args:
-        call: the forward call.
-        inputs: its values, one per device of this process.
-        upstream: gradient of each result, None where there was none.
-        collective: runs a call, differentiably.
-        tied: across processes, whether all of them run this backward pass, as they do with a
+        call: The forward call.
+        inputs: Its values, one per device of this process.
+        upstream: Gradient of each result, None where there was none.
+        collective: Runs a call, differentiably.
+        tied: Across processes, whether all of them run this backward pass, as they do with a
             `kdist.comm.GradientTape`.
 
     Returns:
         One gradient per device; None where there is no input.
 
     Raises:
-        ValueError: for an operation whose results, or inputs, are not in every process, with a
+        ValueError: For an operation whose results, or inputs, are not in every process, with a
             plain tape.
     """
     if call.group.crosses_processes and call.operation not in EVERYWHERE and not tied:
@@ -92,10 +92,10 @@ def _awaited(call: Call, upstream: Values, inputs: Values, length: Any = None) -
     """Gradients, and what is known of those that come from another process.
 
     Args:
-        call: the forward call.
-        upstream: gradients of results, None where there was none.
-        inputs: of the forward call.
-        length: along its dim, of a result; None: as of an input.
+        call: The forward call.
+        upstream: Gradients of results, None where there was none.
+        inputs: Of the forward call.
+        length: Along its dim, of a result; None: as of an input.
     """
     if not call.group.crosses_processes:
         return upstream

@@ -21,11 +21,11 @@ class Group:
     their *rank*. A mesh of `data=2, model=3` has three groups of two along `data`.
 
     Attributes:
-        axis: name of the axis.
-        devices: every device of the mesh, row-major: the mesh's order.
-        rows: for each group, the positions of its ranks in `devices`.
-        local: the positions whose devices are in this process, in order.
-        timeout_seconds: after which a message that does not come is an error.
+        axis: Name of the axis.
+        devices: Every device of the mesh, row-major: the mesh's order.
+        rows: For each group, the positions of its ranks in `devices`.
+        local: The positions whose devices are in this process, in order.
+        timeout_seconds: After which a message that does not come is an error.
 
     Example:
         >>> group = kdist.comm.Group.of(kdist.mesh(data=2, model=3), "data")
@@ -49,16 +49,16 @@ class Group:
         """Reads a mesh.
 
         Args:
-            mesh: the mesh; devices of other processes are written
+            mesh: The mesh; devices of other processes are written
                 `"/job:worker/task:1/device:CPU:0"`.
-            axis: name of one of its axes.
-            timeout_seconds: for messages between processes; by default what `connect` was told.
+            axis: Name of one of its axes.
+            timeout_seconds: For messages between processes; by default what `connect` was told.
 
         Returns:
             The group.
 
         Raises:
-            ValueError: for what `Topology.from_mesh` refuses, an axis that the mesh does not have,
+            ValueError: For what `Topology.from_mesh` refuses, an axis that the mesh does not have,
                 devices of other processes before `kdist.comm.connect`, or a timeout that is not
                 finite, or below a millisecond.
         """

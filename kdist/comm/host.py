@@ -57,13 +57,13 @@ class HostCost(LinkCost):
     """What work costs in one process: constants of a machine and a number of devices.
 
     Attributes:
-        a: seconds per transfer.
-        b: seconds per byte that an operation reads from memory or writes there.
-        call: seconds of a program that does nothing.
-        operation: seconds to start an operation.
-        cached: seconds per byte that is in a cache.
-        cache: bytes of the caches: of a larger footprint that part is found there.
-        devices: number of devices that the constants were measured with; `call` grows with it.
+        a: Seconds per transfer.
+        b: Seconds per byte that an operation reads from memory or writes there.
+        call: Seconds of a program that does nothing.
+        operation: Seconds to start an operation.
+        cached: Seconds per byte that is in a cache.
+        cache: Bytes of the caches: of a larger footprint that part is found there.
+        devices: Number of devices that the constants were measured with; `call` grows with it.
 
     Example:
         >>> link = kdist.comm.calibrate(sizes=(1 << 12, 1 << 16), iterations=2)
@@ -110,9 +110,9 @@ def work(operation: str, algorithm: str, p: int) -> Work:
     """What a collective does per byte of the full buffer, as `cost.predict` takes it.
 
     Args:
-        operation: one of `algorithms.OPERATIONS`.
-        algorithm: one of `algorithms.ALGORITHMS`.
-        p: number of devices.
+        operation: One of `algorithms.OPERATIONS`.
+        algorithm: One of `algorithms.ALGORITHMS`.
+        p: Number of devices.
     """
     devices = tuple(f"/device:CPU:{k}" for k in range(p))
     ranks = tuple(range(p))

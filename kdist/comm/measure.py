@@ -24,12 +24,12 @@ class Measurement:
     """One collective, timed.
 
     Attributes:
-        operation: such as "all_reduce".
-        algorithm: such as "ring".
-        nbytes: size of the full buffer, as `cost.predict` takes it.
-        devices: number of ranks p.
-        seconds: median time of a run.
-        wrong: number of elements, over all devices of the group, that differ from numpy's.
+        operation: Such as "all_reduce".
+        algorithm: Such as "ring".
+        nbytes: Size of the full buffer, as `cost.predict` takes it.
+        devices: Number of ranks p.
+        seconds: Median time of a run.
+        wrong: Number of elements, over all devices of the group, that differ from numpy's.
     """
 
     operation: str
@@ -81,11 +81,11 @@ class DeviceProgram:
     Calling it runs it once and waits until it is done.
 
     Args:
-        values: arrays for each device.
-        compute: from the tensors of each device to a tensor, or None, on each device.
+        values: Arrays for each device.
+        compute: From the tensors of each device to a tensor, or None, on each device.
 
     Attributes:
-        targets: what the last call left on each device.
+        targets: What the last call left on each device.
     """
 
     def __init__(
@@ -141,18 +141,18 @@ def measure(
     """Times one collective in a `tf.function`, from variables to variables of the devices.
 
     Args:
-        operation: one of `algorithms.OPERATIONS`.
-        algorithm: one of `algorithms.ALGORITHMS`, "auto" or "runtime".
-        nbytes: size of the full buffer; rounded up so that it divides by the devices.
-        group: the devices. Across processes, every process calls this alike.
-        dtype: of the values.
-        iterations: timed runs.
+        operation: One of `algorithms.OPERATIONS`.
+        algorithm: One of `algorithms.ALGORITHMS`, "auto" or "runtime".
+        nbytes: Size of the full buffer; rounded up so that it divides by the devices.
+        group: The devices. Across processes, every process calls this alike.
+        dtype: Of the values.
+        iterations: Timed runs.
 
     Returns:
         The measurement.
 
     Raises:
-        ValueError: for a size or a number of runs that is not an integer of at least 1, and as the
+        ValueError: For a size or a number of runs that is not an integer of at least 1, and as the
             operation itself.
     """
     check_positive(nbytes=nbytes, iterations=iterations)

@@ -41,15 +41,15 @@ def connect(
 
     Args:
         addresses: `host:port` of each process, the same list in each.
-        index: which of them is this one.
-        timeout_seconds: after which a message that does not come is an error.
+        index: Which of them is this one.
+        timeout_seconds: After which a message that does not come is an error.
 
     Returns:
         The connection. The devices of process i are `"/job:worker/task:i/device:CPU:0"`, ... in a
         mesh.
 
     Raises:
-        ValueError: for addresses that are not distinct `host:port`, an index that does not exist,
+        ValueError: For addresses that are not distinct `host:port`, an index that does not exist,
             a timeout that is not finite or below a millisecond, or if TensorFlow has started
             already, or kdist.init has joined several processes.
 
@@ -100,11 +100,11 @@ def leave(timeout_seconds: float | None = None) -> None:
     waiting of all.
 
     Args:
-        timeout_seconds: how long to wait; by default the connection's. After that the process goes
+        timeout_seconds: How long to wait; by default the connection's. After that the process goes
             all the same, with a warning.
 
     Raises:
-        ValueError: for a timeout that is not finite, or below a millisecond.
+        ValueError: For a timeout that is not finite, or below a millisecond.
 
     Example:
         >>> total = kdist.comm.all_reduce([tf.constant(1.0)], kdist.mesh(data=1), "data")

@@ -28,11 +28,11 @@ class Message:
     """One message from a device to another.
 
     Attributes:
-        source: rank that sends.
-        target: rank that receives.
-        chunks: the chunks that travel, together, as they are at the start of the round.
+        source: Rank that sends.
+        target: Rank that receives.
+        chunks: The chunks that travel, together, as they are at the start of the round.
         combine: True if the target combines (adds, ...) them with its own; False if it keeps them.
-        into: chunks of the target that take what arrives; empty means those of the same numbers.
+        into: Chunks of the target that take what arrives; empty means those of the same numbers.
             With `into`, exactly one chunk travels.
 
     Example:
@@ -59,15 +59,15 @@ class Schedule:
     """All messages of a collective over `size` devices.
 
     Attributes:
-        operation: such as `"all_reduce"`.
-        algorithm: such as `"ring"`.
-        size: number of devices p.
-        root: rank of the root, 0 where the operation has none.
-        pieces: into how many chunks a value, or a block, is cut.
-        rounds: the messages, round after round.
+        operation: Such as `"all_reduce"`.
+        algorithm: Such as `"ring"`.
+        size: Number of devices p.
+        root: Rank of the root, 0 where the operation has none.
+        pieces: Into how many chunks a value, or a block, is cut.
+        rounds: The messages, round after round.
 
     Raises:
-        ValueError: if a round is not single-port, a rank does not exist or sends to itself, or a
+        ValueError: If a round is not single-port, a rank does not exist or sends to itself, or a
             message carries no chunk, or several `into` others.
 
     Example:
@@ -118,7 +118,7 @@ class Schedule:
         """Bytes on all wires together.
 
         Args:
-            chunk_bytes: bytes of each chunk, or of every chunk.
+            chunk_bytes: Bytes of each chunk, or of every chunk.
         """
         return sum(_bytes(message, chunk_bytes) for message in self.messages)
 
@@ -155,8 +155,8 @@ def transposed(rounds: Rounds, *, combine: bool) -> Rounds:
     delivers along a tree, and the transpose collects along it. It is also the gradient.
 
     Args:
-        rounds: messages without `into`, in which no device gets a chunk twice.
-        combine: whether what arrives is combined.
+        rounds: Messages without `into`, in which no device gets a chunk twice.
+        combine: Whether what arrives is combined.
     """
     return tuple(
         tuple(Message(m.target, m.source, m.chunks, combine) for m in messages)

@@ -28,9 +28,9 @@ def perform(call: Call, values: Values, row: Row) -> list[tf.Tensor | None]:
     """Runs a call over one group.
 
     Args:
-        call: what is asked.
-        values: one per rank.
-        row: its devices.
+        call: What is asked.
+        values: One per rank.
+        row: Its devices.
 
     Returns:
         One result per rank; None for a rank elsewhere, and where the operation gives none.
@@ -57,8 +57,8 @@ def balanced(length: Any, parts: int) -> list[Any]:
     """Cuts a length as equally as possible, longer parts first.
 
     Args:
-        length: an integer, or a scalar tensor.
-        parts: number of parts.
+        length: An integer, or a scalar tensor.
+        parts: Number of parts.
     """
     if isinstance(length, int):
         return [length // parts + (part < length % parts) for part in range(parts)]

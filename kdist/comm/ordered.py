@@ -25,20 +25,20 @@ def scan(
     """Combines, on each rank, the values of the ranks up to it: a prefix sum.
 
     Args:
-        values: tensors of one shape, one per device.
-        mesh: as in `broadcast`.
-        axis: as in `broadcast`.
+        values: Tensors of one shape, one per device.
+        mesh: As in `broadcast`.
+        axis: As in `broadcast`.
         reduction: "sum", "max", "min" or "product".
-        exclusive: leave the rank's own value out; rank 0 then gets what changes nothing (0, 1,
+        exclusive: Leave the rank's own value out; rank 0 then gets what changes nothing (0, 1,
             the smallest or the largest number).
-        algorithm: as in `broadcast`.
+        algorithm: As in `broadcast`.
 
     Returns:
         Tensors of that shape.
 
     Raises:
-        ValueError: as `reduce`, and for a mean.
-        PeerError: as `broadcast`.
+        ValueError: As `reduce`, and for a mean.
+        PeerError: As `broadcast`.
 
     Example:
         >>> values = [tf.constant(1), tf.constant(2)]
@@ -71,10 +71,10 @@ def send_recv(
     """Sends values from ranks to ranks; who receives nothing keeps its own.
 
     Args:
-        values: one per device: a tensor for each source; for a target that has no value, None (in
+        values: One per device: a tensor for each source; for a target that has no value, None (in
             one process) or a `tf.TensorSpec` of what comes.
-        mesh: as in `broadcast`.
-        axis: as in `broadcast`.
+        mesh: As in `broadcast`.
+        axis: As in `broadcast`.
         pairs: (source, target) ranks along the axis; a rank is at most once a source and at most
             once a target.
 
@@ -82,8 +82,8 @@ def send_recv(
         What each device received, or its own value.
 
     Raises:
-        ValueError: as `broadcast`, and for pairs that do not fit.
-        PeerError: as `broadcast`.
+        ValueError: As `broadcast`, and for pairs that do not fit.
+        PeerError: As `broadcast`.
 
     Example:
         >>> mesh, values = kdist.mesh(data=2), [tf.constant(1), None]
@@ -115,15 +115,15 @@ def send(
     the same graph. Its gradient is a recv: across processes, with `kdist.comm.GradientTape`.
 
     Args:
-        values: one per device: a tensor for each source, else None.
-        mesh: as in `broadcast`.
-        axis: as in `broadcast`.
+        values: One per device: a tensor for each source, else None.
+        mesh: As in `broadcast`.
+        axis: As in `broadcast`.
         pairs: (source, target) ranks along the axis; those with a source elsewhere are passed over.
             A rank is at most once a source and at most once a target.
 
     Raises:
-        ValueError: as `broadcast`, and for pairs that do not fit.
-        PeerError: as `broadcast`.
+        ValueError: As `broadcast`, and for pairs that do not fit.
+        PeerError: As `broadcast`.
 
     Example:
         >>> mesh = kdist.mesh(data=2)
@@ -145,18 +145,18 @@ def recv(
     """Takes what `send` sends; its gradient is a send.
 
     Args:
-        values: one per device: for each target a `tf.TensorSpec` of what comes from another
+        values: One per device: for each target a `tf.TensorSpec` of what comes from another
             process, else None. None: all within this process.
-        mesh: as in `broadcast`.
-        axis: as in `broadcast`.
-        pairs: as in `send`; those with a target elsewhere are passed over.
+        mesh: As in `broadcast`.
+        axis: As in `broadcast`.
+        pairs: As in `send`; those with a target elsewhere are passed over.
 
     Returns:
         What each device received, None where it received nothing.
 
     Raises:
-        ValueError: as `send`, and where nothing was sent within a process.
-        PeerError: as `broadcast`.
+        ValueError: As `send`, and where nothing was sent within a process.
+        PeerError: As `broadcast`.
 
     Example:
         >>> mesh = kdist.mesh(data=2)
@@ -185,19 +185,19 @@ def barrier(
     """Waits for every rank.
 
     Args:
-        values: tensors, one per device. The results are the same tensors, none of which is there
+        values: Tensors, one per device. The results are the same tensors, none of which is there
             before all of the group are. None, eagerly: the call returns when all ranks are in it.
-        mesh: as in `broadcast`.
-        axis: as in `broadcast`.
-        algorithm: of the all-reduce of one number that it is.
+        mesh: As in `broadcast`.
+        axis: As in `broadcast`.
+        algorithm: Of the all-reduce of one number that it is.
 
     Returns:
         The values, or None.
 
     Raises:
-        ValueError: as `broadcast`; without values inside of `tf.function`, where nothing would
+        ValueError: As `broadcast`; without values inside of `tf.function`, where nothing would
             wait for it.
-        PeerError: as `broadcast`.
+        PeerError: As `broadcast`.
 
     Example:
         >>> mesh = kdist.mesh(data=2)

@@ -72,9 +72,9 @@ class Connection:
 
     Attributes:
         addresses: `host:port` of each process.
-        index: which of them is this one.
-        timeout_seconds: after which a message that does not come is an error.
-        job: name of the job in device names.
+        index: Which of them is this one.
+        timeout_seconds: After which a message that does not come is an error.
+        job: Name of the job in device names.
 
     Example:
         >>> here = kdist.comm.Connection(("10.0.0.1:4001", "10.0.0.2:4001"), index=1)
@@ -246,7 +246,7 @@ def lane(started: list[tf.Operation]) -> Iterator[None]:
     """One collective's turn: after the one before it in the program, before the next.
 
     Args:
-        started: the operations that the turn must not end before; filled inside.
+        started: The operations that the turn must not end before; filled inside.
     """
     with tf.control_dependencies([_turn("lane").read_value()]):
         yield
@@ -259,7 +259,7 @@ def kept(started: list[tf.Operation]) -> Iterator[None]:
     """Messages without a turn: they go as their data is there, and none is pruned.
 
     Args:
-        started: the operations to keep; filled inside.
+        started: The operations to keep; filled inside.
     """
     yield
     with tf.control_dependencies(started):
@@ -280,7 +280,7 @@ def named_errors() -> Iterator[None]:
     Eager collectives do it themselves; put it around calls of your own `tf.function`.
 
     Raises:
-        PeerError: instead of TensorFlow's error, where a message of `kdist.comm` failed, or, after
+        PeerError: Instead of TensorFlow's error, where a message of `kdist.comm` failed, or, after
             `kdist.init`, a process.
 
     Example:

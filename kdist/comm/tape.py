@@ -38,8 +38,8 @@ class GradientTape(tf.GradientTape):
     None where it has none. What a process gets is the gradient of the sum of all parts.
 
     Args:
-        persistent: as of `tf.GradientTape`.
-        watch_accessed_variables: as of `tf.GradientTape`.
+        persistent: As of `tf.GradientTape`.
+        watch_accessed_variables: As of `tf.GradientTape`.
 
     Example:
         >>> mesh, value = kdist.mesh(data=1), tf.constant([1.0, 2.0])  # or one of all processes
@@ -98,16 +98,16 @@ class GradientTape(tf.GradientTape):
         """As of `tf.GradientTape`; call it in every process.
 
         Args:
-            target: this process's part of the loss, None where it has none.
-            sources: as of `tf.GradientTape`.
-            output_gradients: as of `tf.GradientTape`.
-            unconnected_gradients: as of `tf.GradientTape`.
+            target: This process's part of the loss, None where it has none.
+            sources: As of `tf.GradientTape`.
+            output_gradients: As of `tf.GradientTape`.
+            unconnected_gradients: As of `tf.GradientTape`.
 
         Returns:
             Gradients of the sum of all processes' parts.
 
         Raises:
-            PeerError: eagerly, if another process does not take part.
+            PeerError: Eagerly, if another process does not take part.
         """
         targets = tf.nest.flatten(target)
         weights = [None] * len(targets)

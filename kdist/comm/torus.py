@@ -29,10 +29,10 @@ def sides(algorithm: str, size: int) -> tuple[int, int]:
 
     Args:
         algorithm: `"torus"`: as near to a square as the size allows; `"torus:AxB"`: as it says.
-        size: number of devices.
+        size: Number of devices.
 
     Raises:
-        ValueError: for sides that are not those of a torus of this size.
+        ValueError: For sides that are not those of a torus of this size.
     """
     if algorithm == TORUS:
         a = next(a for a in range(math.isqrt(size), 0, -1) if size % a == 0)
@@ -51,10 +51,10 @@ def of_processes(processes: Sequence[Any]) -> str:
     """The torus whose rows are processes.
 
     Args:
-        processes: the process of each rank.
+        processes: The process of each rank.
 
     Raises:
-        ValueError: if the ranks of each process are not as many, or not next to each other.
+        ValueError: If the ranks of each process are not as many, or not next to each other.
     """
     a, distinct = processes.count(processes[0]), list(dict.fromkeys(processes))
     if list(processes) != [one for one in distinct for _ in range(a)]:
@@ -71,11 +71,11 @@ def rounds(scatter: Rounds, across: Rounds, gather: Rounds, a: int, b: int) -> R
     """Puts the messages of rows and columns together.
 
     Args:
-        scatter: reduce-scatter among a ranks.
-        across: all-reduce among b ranks, of b pieces.
-        gather: all-gather among a ranks.
-        a: length of a row.
-        b: number of rows.
+        scatter: Reduce-scatter among a ranks.
+        across: All-reduce among b ranks, of b pieces.
+        gather: All-gather among a ranks.
+        a: Length of a row.
+        b: Number of rows.
 
     Returns:
         Messages among a·b ranks, of a·b pieces: b for the first of a row, b for the second, ...

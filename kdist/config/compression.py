@@ -31,7 +31,7 @@ class PowerSGD:
     Distributed Optimization", arXiv:1905.13727.
 
     Raises:
-        ValueError: for a rank that is no positive int, a seed that is no int, or a flag that is no
+        ValueError: For a rank that is no positive int, a seed that is no int, or a flag that is no
             bool.
 
     Example:
@@ -221,7 +221,7 @@ class CompressionConfig:
     send fewer bytes than `middle`.
 
     Raises:
-        ValueError: for a compressor that is not listed, a pattern that is no regular expression,
+        ValueError: For a compressor that is not listed, a pattern that is no regular expression,
             or a low-rank `middle`. What depends on the variables is checked by `classes`.
 
     Example:
@@ -276,7 +276,7 @@ class CompressionConfig:
                 not compressed.
 
         Raises:
-            ValueError: for a pattern that matches no variable, a variable that several match, or a
+            ValueError: For a pattern that matches no variable, a variable that several match, or a
                 pattern that compresses none of its variables (tables, a rank too large to save
                 bytes, a cast of what has 16 bits already).
         """

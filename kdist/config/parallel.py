@@ -22,7 +22,7 @@ class ParallelConfig:
     """How a model is trained on many devices.
 
     Raises:
-        ValueError: if a field is of another type or has a value that is not listed, and for
+        ValueError: If a field is of another type or has a value that is not listed, and for
             everything that `Topology.from_mesh` and `read_layout_map` refuse. What depends on the
             model (patterns without a variable, shapes) is checked by `kdist.parallelize`.
 

@@ -28,9 +28,9 @@ class ShardDeclaration:
     """What the user declared about one layer, before any mesh is known.
 
     Attributes:
-        in_strategy: one strategy an operand, or None.
-        out_strategy: one strategy an output, or None.
-        weights: weight name, path inside the layer, or regex, to strategy; or None.
+        in_strategy: One strategy an operand, or None.
+        out_strategy: One strategy an output, or None.
+        weights: Weight name, path inside the layer, or regex, to strategy; or None.
     """
 
     in_strategy: tuple[Strategy, ...] | None = None
@@ -43,10 +43,10 @@ class ResolvedShard:
     """A declaration on one mesh.
 
     Attributes:
-        inputs: layout of each declared input, in the order of the call's tensors; empty where
+        inputs: Layout of each declared input, in the order of the call's tensors; empty where
             none is declared.
-        outputs: layout of each declared output, in order.
-        weights: path of a variable to its layout, for the declared ones.
+        outputs: Layout of each declared output, in order.
+        weights: Path of a variable to its layout, for the declared ones.
     """
 
     inputs: tuple[Dims, ...]
@@ -72,19 +72,19 @@ def shard(
     computes the same, uncut. MindSpore's `Primitive.shard` is the same idea.
 
     Args:
-        target: a `keras.layers.Layer`; an operator: any callable on tensors, `keras.ops.matmul`;
+        target: A `keras.layers.Layer`; an operator: any callable on tensors, `keras.ops.matmul`;
             a `keras.KerasTensor` of a functional model; or a tensor inside a layer's `call`.
-        in_strategy: one tuple an operand, `((4, 1), (1, 1))`, or one flat tuple for the first
+        in_strategy: One tuple an operand, `((4, 1), (1, 1))`, or one flat tuple for the first
             operand. In a layer with a kernel the second operand is its kernel (and the bias
             follows a cut of the kernel's last dim); else operands are the tensors among the
             arguments, as they are written in the call, those in lists included.
-        out_strategy: one tuple an output, or one flat tuple for the first output; of a tensor
+        out_strategy: One tuple an output, or one flat tuple for the first output; of a tensor
             target, the layout that it gets.
-        weights: weight name (`"kernel"`), path inside the layer, or regex, to strategy.
-        manual_split: of a `keras.layers.Embedding`, alone: the rows of its table that each device
+        weights: Weight name (`"kernel"`), path inside the layer, or regex, to strategy.
+        manual_split: Of a `keras.layers.Embedding`, alone: the rows of its table that each device
             of `axis` holds, unequal and without padding: `(10, 20, 30, 4)`. MindSpore's name.
-        axis: the axis of `manual_split`, any but `pipe`.
-        local_columns: with `manual_split`, that column j of all ids, along their last dim, has ids
+        axis: The axis of `manual_split`, any but `pipe`.
+        local_columns: With `manual_split`, that column j of all ids, along their last dim, has ids
             of part j alone; see `kdist.layers.SplitEmbedding`.
 
     Returns:
@@ -92,7 +92,7 @@ def shard(
         of a functional model or inside a layer's `call`; for a tensor, its values in the layout.
 
     Raises:
-        ValueError: if nothing is declared; a strategy or the target is of another form; an operator
+        ValueError: If nothing is declared; a strategy or the target is of another form; an operator
             gets `weights`, a tensor anything but `out_strategy`; the layer's model is parallel.
 
     Example:
@@ -178,12 +178,12 @@ def declare(layer: keras.layers.Layer, declaration: ShardDeclaration) -> keras.l
 
 
 def declaration_of(layer: keras.layers.Layer) -> ShardDeclaration | None:
-    """Returns the declaration that `shard` stored on a layer, or None."""
+    """The declaration that `shard` stored on a layer, or None."""
     return getattr(layer, _ATTRIBUTE, None)
 
 
 def declarations(model: keras.layers.Layer) -> list[tuple[keras.layers.Layer, ShardDeclaration]]:
-    """Returns every declared layer of a model, itself included, with its declaration."""
+    """Every declared layer of a model, itself included, with its declaration."""
     found = [(layer, declaration_of(layer)) for layer in keras_models.flat_layers(model)]
     return [(layer, declared) for layer, declared in found if declared is not None]
 
@@ -200,17 +200,17 @@ def resolve_declaration(
     layer is part of a functional model.
 
     Args:
-        layer: the layer.
-        declaration: what `shard` stored.
-        topology: the mesh.
-        fit: what becomes of a weight's dim that does not divide; an error by default.
+        layer: The layer.
+        declaration: What `shard` stored.
+        topology: The mesh.
+        fit: What becomes of a weight's dim that does not divide; an error by default.
 
     Returns:
         The layouts of inputs, output and weights. Inputs and output keep the data axis on dim 0
         where it is named; `kdist.sharding.dims.inner_dims` removes it.
 
     Raises:
-        ValueError: as `parse_strategy`; if a layout does not fit a shape, the layer takes fewer
+        ValueError: As `parse_strategy`; if a layout does not fit a shape, the layer takes fewer
             operands or has several outputs, weights are declared on a layer that is not built, a
             name in `weights` matches no weight or a weight several names, or the kernel is
             declared twice, differently.
@@ -304,7 +304,7 @@ def _check_call(
 
 
 def _kernel(layer: keras.layers.Layer) -> keras.Variable | None:
-    """Returns the layer's kernel, None if it has none or several."""
+    """The layer's kernel, None if it has none or several."""
     found = [variable for variable in layer.weights if variable.name == "kernel"]
     if len(found) > 1:
         found = [variable for variable in found if _inside(layer, variable) == "kernel"]
@@ -312,7 +312,7 @@ def _kernel(layer: keras.layers.Layer) -> keras.Variable | None:
 
 
 def _inside(layer: keras.layers.Layer, variable: keras.Variable) -> str:
-    """Returns a variable's path inside a layer, such as `kernel` or `query/kernel`."""
+    """A variable's path inside a layer, such as `kernel` or `query/kernel`."""
     return variable.path.removeprefix(f"{layer.path}/")
 
 

@@ -84,7 +84,7 @@ class StateFormatConfig:
     """In which formats optimizer moments are kept.
 
     Raises:
-        ValueError: for a format, rounding, seed or slot that is not listed. What depends on the
+        ValueError: For a format, rounding, seed or slot that is not listed. What depends on the
             optimizer is checked by `slot_formats`.
 
     Example:
@@ -159,7 +159,7 @@ def slot_formats(optimizer: Any, config: StateFormatConfig) -> dict[str, Format]
         config: The formats.
 
     Raises:
-        ValueError: if the optimizer is none that Keras ships and `config.slots` is empty, a slot
+        ValueError: If the optimizer is none that Keras ships and `config.slots` is empty, a slot
             named there does not exist, nothing is left to encode, or rounding would break the
             optimizer (see `docs/compression.md`).
     """

@@ -249,7 +249,7 @@ def explain(error: BaseException) -> str | None:
     leaves DTensor broken, its next use ends the process.
 
     Args:
-        error: what the call of a program raised.
+        error: What the call of a program raised.
 
     Returns:
         Operation and reason on one line; None if the error is not one of these.

@@ -46,13 +46,13 @@ class Collective:
 
     Attributes:
         kind: "all-reduce", "all-gather", "all-to-all", "reduce-scatter", "broadcast" or "other".
-        axis: the mesh axes over which devices take part.
-        shape: shape of the result on one device; of an all-gather the gathered tensor, of a
+        axis: The mesh axes over which devices take part.
+        shape: Shape of the result on one device; of an all-gather the gathered tensor, of a
             reduce-scatter what is reduced.
-        dtype: name of its dtype.
-        bytes: size of that result; of a reduce-scatter the size of what is reduced.
-        node: name of the node in the per-device graph.
-        layer: path of the Keras layer that the node serves, empty outside of layers.
+        dtype: Name of its dtype.
+        bytes: Size of that result; of a reduce-scatter the size of what is reduced.
+        node: Name of the node in the per-device graph.
+        layer: Path of the Keras layer that the node serves, empty outside of layers.
         phase: "forward" or "backward".
     """
 
@@ -71,7 +71,7 @@ class Recorder:
     """The programs that DTensor lowered while it recorded.
 
     Attributes:
-        programs: per-device functions by name, each with the bodies of its loops and branches;
+        programs: Per-device functions by name, each with the bodies of its loops and branches;
             complete when the `record` block has ended.
     """
 
@@ -108,9 +108,9 @@ def collectives(
     """Reads the collectives of the recorded programs of one mesh.
 
     Args:
-        recorder: what `record` gave.
-        mesh: the mesh; programs of other meshes are left out.
-        layers: paths of the model's layers (`layer.path`). With them `Collective.layer` is one of
+        recorder: What `record` gave.
+        mesh: The mesh; programs of other meshes are left out.
+        layers: Paths of the model's layers (`layer.path`). With them `Collective.layer` is one of
             these paths; without, the scope as TensorFlow wrote it.
 
     Returns:

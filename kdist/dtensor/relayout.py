@@ -40,10 +40,10 @@ class Trace:
     """A program that is being traced for a slice.
 
     Attributes:
-        mesh: the DTensor mesh of a slice.
-        topology: the whole mesh.
-        alltoall: whether re-layouts may use all-to-all.
-        gather_first: whether gradients are made whole before they are cut like their parameters,
+        mesh: The DTensor mesh of a slice.
+        topology: The whole mesh.
+        alltoall: Whether re-layouts may use all-to-all.
+        gather_first: Whether gradients are made whole before they are cut like their parameters,
             so that no all-to-all moves a cut from one dim to another.
         uncut: Declared cuts that were left out because a dim does not divide.
         cut_over: The inner axes over which tensors were cut by declaration.
@@ -73,7 +73,7 @@ def make_mesh(topology: Topology) -> dtensor.Mesh:
     """Makes the DTensor mesh of a slice, the inner axes over its devices; the same for every slice.
 
     Args:
-        topology: the whole mesh.
+        topology: The whole mesh.
     """
     together = {axis: group for group in topology.merged for axis in group}
     groups = dict.fromkeys(together.get(name, (name,)) for name, _ in topology.inner_axes)
@@ -85,15 +85,15 @@ def tracing(mesh: dtensor.Mesh, topology: Topology, *, alltoall: bool) -> Iterat
     """Makes `relayout_active` work on a mesh, in this thread, for the time of one trace.
 
     Args:
-        mesh: the slice's mesh.
-        topology: the whole mesh.
-        alltoall: whether re-layouts may use all-to-all.
+        mesh: The slice's mesh.
+        topology: The whole mesh.
+        alltoall: Whether re-layouts may use all-to-all.
 
     Yields:
         The trace.
 
     Raises:
-        ValueError: if all-to-all is wanted and the environment switches it off.
+        ValueError: If all-to-all is wanted and the environment switches it off.
     """
     switch = os.environ.get(ALLTOALL_SWITCH, "1")
     if alltoall and switch.lower() not in ("1", "true"):
@@ -118,7 +118,7 @@ def lowering(mesh: dtensor.Mesh) -> Iterator[None]:
     padding, but DTensor fails on it on meshes of several axes.
 
     Args:
-        mesh: the mesh of the program.
+        mesh: The mesh of the program.
     """
     before = os.environ.pop(GATHER_SWITCH, None)
     # DTensor asks whether the variable is there; its value does not matter.
@@ -143,10 +143,10 @@ def layout_for(
     """The DTensor layout of a declared one.
 
     Args:
-        mesh: a slice's mesh.
-        dims: one entry a dim: None, an axis, or a tuple of axes. The data axis is left out: a
+        mesh: A slice's mesh.
+        dims: One entry a dim: None, an axis, or a tuple of axes. The data axis is left out: a
             slice never sees it.
-        topology: the whole mesh.
+        topology: The whole mesh.
         what: The tensor's name, for messages.
 
     Returns:
@@ -163,11 +163,11 @@ def mesh_dim_for(dim: Dim, topology: Topology, what: str = "a tensor") -> str:
 
     Args:
         dim: None, an axis, or a tuple of axes. The data axis is left out.
-        topology: the whole mesh.
+        topology: The whole mesh.
         what: The tensor's name, for messages.
 
     Raises:
-        ValueError: if the axes are not lowered as one, or are with others; see `merged_axes`.
+        ValueError: If the axes are not lowered as one, or are with others; see `merged_axes`.
     """
     axes = inner_axes_of(dim, topology)
     if not axes:
@@ -190,8 +190,8 @@ def relayout_active(
     """Lays a tensor out as declared if a program is being traced; else returns it as it is.
 
     Args:
-        tensor: a tensor of any rank from that of the strategy on.
-        strategy: one entry a dim: names or cut counts, see `kdist.sharding.strategy`. Dims beyond
+        tensor: A tensor of any rank from that of the strategy on.
+        strategy: One entry a dim: names or cut counts, see `kdist.sharding.strategy`. Dims beyond
             its end are not cut.
         what: The tensor's name, for notes.
         batch_dim: Whether dim 0 is the batch, as `parse_strategy` reads it.
@@ -201,8 +201,8 @@ def relayout_active(
         this trace, since DTensor has equal parts only; `Trace.uncut` notes it.
 
     Raises:
-        ValueError: if the strategy has more entries than the tensor dims, or does not parse.
-        CannotLift: if the trace does not know the size of a dim that is to be cut.
+        ValueError: If the strategy has more entries than the tensor dims, or does not parse.
+        CannotLift: If the trace does not know the size of a dim that is to be cut.
     """
     trace = active()
     if trace is None:
@@ -236,9 +236,9 @@ def relayout(tensor: Any, layout: dtensor.Layout, alltoall: bool) -> Any:
     that also where the tensor happens to have the layout already: while tracing, nobody knows yet.
 
     Args:
-        tensor: a tensor inside a program, or a DTensor.
-        layout: the wanted layout.
-        alltoall: whether an all-to-all may be used. It moves 1/n of what gathering over n devices
+        tensor: A tensor inside a program, or a DTensor.
+        layout: The wanted layout.
+        alltoall: Whether an all-to-all may be used. It moves 1/n of what gathering over n devices
             moves.
 
     Returns:

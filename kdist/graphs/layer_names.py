@@ -19,8 +19,8 @@ def layer_of(node: str, layers: Collection[str] = ()) -> str:
     """The Keras layer that a node of a traced or lowered program serves.
 
     Args:
-        node: node name.
-        layers: paths of the model's layers. TensorFlow numbers a scope that it has seen before
+        node: Node name.
+        layers: Paths of the model's layers. TensorFlow numbers a scope that it has seen before
             (`dense_1` for `dense`); with the paths such a scope is recognised.
 
     Returns:

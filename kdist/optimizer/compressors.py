@@ -64,7 +64,7 @@ def initial_q(
         Shape (columns, rank).
 
     Raises:
-        ValueError: if the rank is larger than the smaller side of the matrix.
+        ValueError: If the rank is larger than the smaller side of the matrix.
     """
     rows, columns = matrix_shape(shape)
     if compressor.rank > min(rows, columns):
@@ -160,7 +160,7 @@ def fp16_scale(largest: Any, replicas: int) -> tf.Tensor:
         replicas: How many gradients are added.
 
     Raises:
-        ValueError: for fewer than 1 or more than 1024 replicas.
+        ValueError: For fewer than 1 or more than 1024 replicas.
     """
     if not 1 <= replicas <= FP16_REPLICAS:
         raise ValueError(

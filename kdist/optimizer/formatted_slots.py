@@ -129,7 +129,7 @@ def format_slots(
         Attribute of the optimizer -> its encoded slots, in the order of the variables.
 
     Raises:
-        ValueError: as `slot_formats`, and for slots of a 16-bit dtype, where codes save nothing.
+        ValueError: As `slot_formats`, and for slots of a 16-bit dtype, where codes save nothing.
 
     Example:
     ```python

@@ -135,8 +135,8 @@ class Chart:
             The path.
 
         Raises:
-            ValueError: if the suffix is another one.
-            ImportError: for PNG without matplotlib, which the extra `plot` installs.
+            ValueError: If the suffix is another one.
+            ImportError: For PNG without matplotlib, which the extra `plot` installs.
         """
         path = pathlib.Path(path)
         if path.suffix == ".png":

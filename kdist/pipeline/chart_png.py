@@ -30,7 +30,7 @@ def save_png(chart: Chart, path: pathlib.Path) -> None:
         path: File to write.
 
     Raises:
-        ImportError: without matplotlib.
+        ImportError: Without matplotlib.
     """
     rows = chart.timeline.num_stages
     width, height = _width(chart), 1.55 + _ROW * rows

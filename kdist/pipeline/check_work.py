@@ -41,7 +41,7 @@ def check_work(work: Work, uses: Sequence[WeightUse]) -> None:
         uses: What each virtual stage has to do with weights.
 
     Raises:
-        ValueError: naming stage, instruction, and the fix.
+        ValueError: Naming stage, instruction, and the fix.
 
     Example:
     ```python

@@ -180,7 +180,7 @@ def stage_actions(schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
         One tuple per stage. The instructions keep their order.
 
     Raises:
-        ValueError: if the schedule cannot run.
+        ValueError: If the schedule cannot run.
 
     Example:
     ```python
@@ -215,7 +215,7 @@ def check_actions(actions: Sequence[Sequence[Action]]) -> None:
         actions: One list per stage, such as those of `stage_actions`.
 
     Raises:
-        ValueError: naming what each stage waits in, or the instruction that uses what its stage
+        ValueError: Naming what each stage waits in, or the instruction that uses what its stage
             has not received.
 
     Example:

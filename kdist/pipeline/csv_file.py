@@ -53,7 +53,7 @@ def read_csv(path: str | os.PathLike[str]) -> Schedule:
         The schedule, named after the file, not yet validated.
 
     Raises:
-        ValueError: if a cell is of another form, or is in the row of another stage.
+        ValueError: If a cell is of another form, or is in the row of another stage.
 
     Example:
     ```python

@@ -27,7 +27,7 @@ def bounds(graph: Graph, stages: int) -> Bounds:
     """The stages left to every node.
 
     Raises:
-        ValueError: if a fixed stage does not exist, or a node would have to run on an earlier stage
+        ValueError: If a fixed stage does not exist, or a node would have to run on an earlier stage
             than one that it needs; the message names both and the way between them.
     """
     used = graph.predecessors()
@@ -84,7 +84,7 @@ def check_used(graph: Graph, stages: int, stage_of: Mapping[str, int]) -> None:
     """Holds a complete assignment to the rules.
 
     Raises:
-        ValueError: if a stage is empty, or a node uses the output of a later stage.
+        ValueError: If a stage is empty, or a node uses the output of a later stage.
     """
     for name, used in graph.predecessors().items():
         for other in used:

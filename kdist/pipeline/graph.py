@@ -25,7 +25,7 @@ class GraphNode:
         stage: The virtual stage that the user fixed, or None.
 
     Raises:
-        ValueError: for a cost or bytes below 0, or a stage that is no integer.
+        ValueError: For a cost or bytes below 0, or a stage that is no integer.
 
     Example:
     ```python
@@ -76,7 +76,7 @@ class Graph:
             stage, so they travel there.
 
     Raises:
-        ValueError: if two nodes or tensors have one name, an input is made by no node, or the nodes
+        ValueError: If two nodes or tensors have one name, an input is made by no node, or the nodes
             are not in topological order; if they cannot be because of a cycle, its nodes are named.
 
     Example:
@@ -172,7 +172,7 @@ class Graph:
             costs: Node name to cost, for every node, in one unit.
 
         Raises:
-            ValueError: if a node is missing, or a name is not of a node.
+            ValueError: If a node is missing, or a name is not of a node.
         """
         unknown = set(costs) - set(self.named)
         missing = set(self.named) - set(costs)
@@ -193,7 +193,7 @@ class Graph:
                 are named too.
 
         Raises:
-            ValueError: if a pattern is no regex, matches no node, or two patterns want different
+            ValueError: If a pattern is no regex, matches no node, or two patterns want different
                 stages for one node.
         """
         wanted: dict[str, tuple[str, int]] = {}

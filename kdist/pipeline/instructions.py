@@ -33,7 +33,7 @@ class Instruction:
         chunk: Which of the stage's chunks, from 0.
 
     Raises:
-        ValueError: if an index is not an integer from 0 on.
+        ValueError: If an index is not an integer from 0 on.
 
     Example:
     ```python

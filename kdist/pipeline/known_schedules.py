@@ -44,7 +44,7 @@ def get_schedule(
         The schedule. One that was given as a file or an object has been validated.
 
     Raises:
-        ValueError: if a number is not a positive integer, the name is unknown, the schedule has no
+        ValueError: If a number is not a positive integer, the name is unknown, the schedule has no
             such form for these numbers, or a given one cannot run or has other numbers.
 
     Example:

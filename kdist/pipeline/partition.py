@@ -119,7 +119,7 @@ def partition(
         The partition.
 
     Raises:
-        ValueError: if no such cut exists, naming the layers at fault: a fixed stage that does not
+        ValueError: If no such cut exists, naming the layers at fault: a fixed stage that does not
             exist, a stage without a layer, a layer that uses the output of a later stage.
 
     Example:
@@ -165,7 +165,7 @@ def describe(graph: Graph, stages: int, stage_of: Mapping[str, int]) -> Partitio
     """The partition that an assignment of every node to a stage makes.
 
     Raises:
-        ValueError: if a stage is empty or a node uses the output of a later stage.
+        ValueError: If a stage is empty or a node uses the output of a later stage.
     """
     check_used(graph, stages, stage_of)
     names = tuple(

@@ -32,7 +32,7 @@ class Schedule:
         name: What messages and charts call it.
 
     Raises:
-        ValueError: if an instruction is in the list of another stage than its own, or nothing is
+        ValueError: If an instruction is in the list of another stage than its own, or nothing is
             scheduled. Whether it can run is checked by `kdist.pipeline.validate`.
 
     Example:
@@ -158,7 +158,7 @@ class Schedule:
             `chart.save("plan.json")`.
 
         Raises:
-            ValueError: if the schedule cannot run, as `kdist.pipeline.validate` says.
+            ValueError: If the schedule cannot run, as `kdist.pipeline.validate` says.
         """
         from kdist.pipeline.chart import Chart
         from kdist.pipeline.simulate import simulate

@@ -36,7 +36,7 @@ class Costs:
         activation: What one micro-batch keeps between forward and backward, in any unit of memory.
 
     Raises:
-        ValueError: if a number is negative or not a number.
+        ValueError: If a number is negative or not a number.
 
     Example:
     ```python
@@ -75,7 +75,7 @@ class Costs:
         """The costs by kind, as one number per virtual stage (latency: per boundary).
 
         Raises:
-            ValueError: if a sequence has another length.
+            ValueError: If a sequence has another length.
         """
         halves = self.backward_input, self.backward_weight
         whole = self.backward
@@ -185,7 +185,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
         Start and end of everything, total time, bubble share, peak activations.
 
     Raises:
-        ValueError: if the schedule cannot run, or the costs are not for its virtual stages.
+        ValueError: If the schedule cannot run, or the costs are not for its virtual stages.
 
     Example:
     ```python

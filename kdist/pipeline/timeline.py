@@ -45,7 +45,7 @@ class Event:
         peer: The stage that communication goes to.
 
     Raises:
-        ValueError: if the kind is unknown or the end lies before the start.
+        ValueError: If the kind is unknown or the end lies before the start.
 
     Example:
     ```python
@@ -111,7 +111,7 @@ class Timeline:
             num_stages: None: one more than the largest stage.
 
         Raises:
-            ValueError: without events, or if an event is on a stage beyond `num_stages`.
+            ValueError: Without events, or if an event is on a stage beyond `num_stages`.
         """
         ordered = tuple(sorted(events, key=lambda e: (e.start, e.stage, e.end)))
         if not ordered:

@@ -52,7 +52,7 @@ def validate(
         The proof: all instructions in an order in which they can run one by one.
 
     Raises:
-        ValueError: naming stage, instruction, what is missing or blocked, and the fix.
+        ValueError: Naming stage, instruction, what is missing or blocked, and the fix.
 
     Example:
     ```python
@@ -176,7 +176,7 @@ def check_deadlock(schedule: Schedule) -> tuple[Instruction, ...]:
         All instructions in an order in which they can run.
 
     Raises:
-        ValueError: naming the stages that wait for one another.
+        ValueError: Naming the stages that wait for one another.
     """
     dependencies = Dependencies(schedule)
     rounds, position = dependencies.rounds()

@@ -101,7 +101,7 @@ class Work:
         They take no time there.
 
         Raises:
-            ValueError: if the schedule consists of forwards alone, or cannot run.
+            ValueError: If the schedule consists of forwards alone, or cannot run.
         """
         if all(isinstance(one, Forward) for one in self.schedule):
             raise ValueError(
@@ -157,7 +157,7 @@ def work_of(
         The work, which `check_work` accepts.
 
     Raises:
-        ValueError: if there is not one entry of `uses` per virtual stage.
+        ValueError: If there is not one entry of `uses` per virtual stage.
 
     Example:
     ```python

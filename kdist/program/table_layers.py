@@ -70,7 +70,7 @@ class _RowsOfScope(keras.layers.Embedding):
     """Looks up what the running scope has for it."""
 
     def call(self, inputs: Any) -> Any:
-        """Returns rows that were fetched for these indices."""
+        """Rows that were fetched for these indices."""
         if isinstance(inputs, tf.SparseTensor | tf.RaggedTensor):
             raise ValueError(
                 "A table on the host, or split by hand, is looked up with dense indices. Make them "

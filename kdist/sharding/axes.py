@@ -28,13 +28,13 @@ def check_inner_axes_local(
     one process runs for all, as after `kdist.init`, may cut tensors over processes as well.
 
     Args:
-        axis_names: the mesh's axes.
-        shape: their sizes.
-        data_axis: the axis that may cross processes, or None.
-        processes: process index of each device, row-major over the axes.
+        axis_names: The mesh's axes.
+        shape: Their sizes.
+        data_axis: The axis that may cross processes, or None.
+        processes: Process index of each device, row-major over the axes.
 
     Raises:
-        ValueError: naming the first inner axis along which the process changes.
+        ValueError: Naming the first inner axis along which the process changes.
     """
     grid = np.asarray(processes).reshape(tuple(shape))
     for position, name in enumerate(axis_names):
@@ -56,7 +56,7 @@ def check_axes(axis_names: tuple[str, ...], shape: tuple[int, ...]) -> str | Non
         The name of the data axis, None without one.
 
     Raises:
-        ValueError: for none, a name or size that cannot be, or two axes of replicas.
+        ValueError: For none, a name or size that cannot be, or two axes of replicas.
     """
     received = f"Received: axes={dict(zip(axis_names, shape, strict=True))}"
     if not axis_names:

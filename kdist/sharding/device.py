@@ -20,8 +20,8 @@ class Device:
 
     Attributes:
         process: (job, task), `("localhost", 0)` for a name without a process.
-        kind: device type in upper case, such as `"CPU"`.
-        index: number of the device inside its process.
+        kind: Device type in upper case, such as `"CPU"`.
+        index: Number of the device inside its process.
     """
 
     process: tuple[str, int]
@@ -40,7 +40,7 @@ class Device:
             The device.
 
         Raises:
-            ValueError: if the name has another form.
+            ValueError: If the name has another form.
         """
         match = _DEVICE.fullmatch(str(name))
         if match is None:

@@ -21,24 +21,24 @@ PACKED = (
 
 
 def axes_of(dim: Dim) -> tuple[str, ...]:
-    """Returns the axes of one entry of a layout as a tuple, major first."""
+    """The axes of one entry of a layout as a tuple, major first."""
     if dim is None:
         return ()
     return (dim,) if isinstance(dim, str) else dim
 
 
 def cut_of(dim: Dim, topology: Topology) -> int:
-    """Returns into how many parts one entry of a layout cuts its dim."""
+    """Into how many parts one entry of a layout cuts its dim."""
     return math.prod(topology.axis_size(axis) for axis in axes_of(dim))
 
 
 def inner_dims(dims: Dims, topology: Topology) -> Dims:
-    """Returns `dims` without the data axis."""
+    """`dims` without the data axis."""
     return without_axis(dims, topology.data_axis, topology)
 
 
 def without_axis(dims: Dims, axis: str | None, topology: Topology) -> Dims:
-    """Returns `dims` without one axis of the mesh, named as the mesh names it."""
+    """`dims` without one axis of the mesh, named as the mesh names it."""
 
     def kept(dim: Dim) -> Dim:
         return collapse(tuple(a for a in axes_of(dim) if topology.canonical(a) != axis))
@@ -50,12 +50,12 @@ def named_dims(value: Iterable[Any], topology: Topology, what: str) -> Dims:
     """Reads a layout of named axes and gives each axis the mesh's own name.
 
     Args:
-        value: one entry a dim: None, an axis, or a tuple of axes.
-        topology: the mesh.
-        what: what the layout belongs to, for messages.
+        value: One entry a dim: None, an axis, or a tuple of axes.
+        topology: The mesh.
+        what: What the layout belongs to, for messages.
 
     Raises:
-        ValueError: for another form, an axis that the mesh lacks, or one that stands twice.
+        ValueError: For another form, an axis that the mesh lacks, or one that stands twice.
     """
     clean = clean_dims(value, what)
     if PIPE_NAME in {axis for dim in clean for axis in axes_of(dim)} & set(topology.axis_names):
@@ -83,16 +83,16 @@ def check_dims(
     """Checks that a layout fits a shape.
 
     Args:
-        dims: the layout.
-        shape: the tensor's shape; None for a dim of unknown size, which is not checked.
-        topology: the mesh.
-        what: what the layout belongs to, for messages.
-        skip_dim_0: leave dim 0 unchecked: a batch, whose size may change from step to step.
-        or_else: another fix than the usual ones, for messages.
-        of_rank: the same where the rank differs.
+        dims: The layout.
+        shape: The tensor's shape; None for a dim of unknown size, which is not checked.
+        topology: The mesh.
+        what: What the layout belongs to, for messages.
+        skip_dim_0: Leave dim 0 unchecked: a batch, whose size may change from step to step.
+        or_else: Another fix than the usual ones, for messages.
+        of_rank: The same where the rank differs.
 
     Raises:
-        ValueError: if the rank differs, or a dim is no multiple of the sizes of its axes.
+        ValueError: If the rank differs, or a dim is no multiple of the sizes of its axes.
     """
     if len(dims) != len(shape):
         raise ValueError(
@@ -183,7 +183,7 @@ class WeightFit:
 
 
 def collapse(axes: tuple[str, ...]) -> Dim:
-    """Returns a group of axes as a layout entry."""
+    """A group of axes as a layout entry."""
     return axes if len(axes) > 1 else (axes[0] if axes else None)
 
 
@@ -191,14 +191,14 @@ def clean_dims(value: Any, what: str) -> Dims:
     """Checks the form of a layout of named axes, for which no mesh is needed.
 
     Args:
-        value: one entry a dim: None, an axis, or a tuple of axes.
-        what: what the layout belongs to, for messages.
+        value: One entry a dim: None, an axis, or a tuple of axes.
+        what: What the layout belongs to, for messages.
 
     Returns:
         The layout as tuples; `("model",)` as an entry becomes `"model"`, and `()` None.
 
     Raises:
-        ValueError: for another form, or an axis that stands twice.
+        ValueError: For another form, or an axis that stands twice.
     """
     rule = f"In {what}: one entry a dim: None, an axis name, or a tuple of axis names"
     if not isinstance(value, tuple | list):

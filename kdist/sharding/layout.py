@@ -56,10 +56,10 @@ class WeightLayout:
     `("model",)` as an entry is the same as `"model"`, and `()` the same as None.
 
     Attributes:
-        dims: one entry a dim: None, a mesh axis, or a tuple of mesh axes, major first.
+        dims: One entry a dim: None, a mesh axis, or a tuple of mesh axes, major first.
 
     Raises:
-        ValueError: for an entry of another form, or an axis that stands twice.
+        ValueError: For an entry of another form, or an axis that stands twice.
 
     Example:
     ```python
@@ -75,7 +75,7 @@ class WeightLayout:
 
     @classmethod
     def replicated(cls, rank: int) -> "WeightLayout":
-        """Returns the layout of a weight of `rank` dims that every device holds whole."""
+        """The layout of a weight of `rank` dims that every device holds whole."""
         return cls((None,) * rank)
 
     @property
@@ -89,25 +89,25 @@ class WeightLayout:
         return not self.axes
 
     def inner(self, topology: Topology) -> "WeightLayout":
-        """Returns the same layout without the data axis: the layout inside one slice."""
+        """The same layout without the data axis: the layout inside one slice."""
         return WeightLayout(inner_dims(self.dims, topology))
 
     def data_dim(self, topology: Topology) -> int | None:
-        """Returns the index of the dim that the data axis cuts, None where it cuts none."""
+        """The index of the dim that the data axis cuts, None where it cuts none."""
         for index, dim in enumerate(self.dims):
             if topology.data_axis in {topology.canonical(axis) for axis in axes_of(dim)}:
                 return index
         return None
 
     def shard_shape(self, shape: Sequence[int], topology: Topology) -> tuple[int, ...]:
-        """Returns the shape of the part that one device holds.
+        """The shape of the part that one device holds.
 
         Args:
-            shape: the whole weight's shape.
-            topology: the mesh.
+            shape: The whole weight's shape.
+            topology: The mesh.
 
         Raises:
-            ValueError: if the rank differs or a dim does not divide.
+            ValueError: If the rank differs or a dim does not divide.
         """
         check_dims(self.dims, shape, topology, "a weight")
         cuts = (cut_of(dim, topology) for dim in self.dims)
@@ -116,18 +116,18 @@ class WeightLayout:
     def slice_of(
         self, shape: Sequence[int], topology: Topology, coordinate: Mapping[str, int]
     ) -> tuple[slice, ...]:
-        """Returns which part of the whole the device at a coordinate holds.
+        """Which part of the whole the device at a coordinate holds.
 
         Args:
-            shape: the whole weight's shape.
-            topology: the mesh.
-            coordinate: axis name to index, for at least the axes of this layout.
+            shape: The whole weight's shape.
+            topology: The mesh.
+            coordinate: Axis name to index, for at least the axes of this layout.
 
         Returns:
             One `slice(start, stop)` a dim. Where several axes cut one dim, the first is major.
 
         Raises:
-            ValueError: for a missing or out-of-range index, or as `shard_shape`.
+            ValueError: For a missing or out-of-range index, or as `shard_shape`.
 
         Example:
         ```python
@@ -153,21 +153,21 @@ class WeightLayout:
 
 
 def is_activation_pattern(pattern: str) -> bool:
-    """Returns whether a pattern is for a layer's output: Keras matches `<layer path>/output`."""
+    """Whether a pattern is for a layer's output: Keras matches `<layer path>/output`."""
     return pattern.removesuffix("$").endswith("output")
 
 
 def match_pattern(patterns: Iterable[str], path: str) -> str | None:
-    """Returns the pattern that a path takes its layout from, as `LayoutMap` chooses it.
+    """The pattern that a path takes its layout from, as `LayoutMap` chooses it.
 
     A pattern equal to the path wins; else the one pattern that `re.fullmatch`es it.
 
     Args:
-        patterns: regular expressions.
-        path: a variable's path, or `<layer path>/output`.
+        patterns: Regular expressions.
+        path: A variable's path, or `<layer path>/output`.
 
     Raises:
-        ValueError: if several match and none equals the path, or one is no regular expression.
+        ValueError: If several match and none equals the path, or one is no regular expression.
     """
     patterns = list(patterns)
     if path in patterns:
@@ -189,13 +189,13 @@ def read_layout_map(layout_map: Any, topology: Topology) -> dict[str, Dims]:
     Args:
         layout_map: None, a dict from regex to tuple or `keras.distribution.TensorLayout`, or a
             `keras.distribution.LayoutMap`.
-        topology: the mesh.
+        topology: The mesh.
 
     Returns:
         Pattern to layout, axes under the mesh's own names.
 
     Raises:
-        ValueError: for another type, a pattern that is no regular expression, a layout of another
+        ValueError: For another type, a pattern that is no regular expression, a layout of another
             form or made for another mesh, or an axis that the mesh lacks.
     """
     if layout_map is None:
@@ -232,10 +232,10 @@ def resolve_layouts(
 
     Args:
         variables: (path, shape) of each. Two networks in one model may have weights of one path.
-        layout_map: as `read_layout_map` takes it. A variable that nothing matches is replicated.
-        topology: the mesh.
-        fit: what becomes of a dim that does not divide; an error by default.
-        again: the map has been resolved for this model before. A pattern that applies to nothing
+        layout_map: As `read_layout_map` takes it. A variable that nothing matches is replicated.
+        topology: The mesh.
+        fit: What becomes of a dim that does not divide; an error by default.
+        again: The map has been resolved for this model before. A pattern that applies to nothing
             is no mistake of the map then: its layer was taken away.
 
     Returns:
@@ -244,7 +244,7 @@ def resolve_layouts(
         variables.
 
     Raises:
-        ValueError: as `read_layout_map` and `match_pattern`; if a layout does not fit a variable;
+        ValueError: As `read_layout_map` and `match_pattern`; if a layout does not fit a variable;
             if a pattern of a dict applies to no variable. (For a `LayoutMap` that is a warning:
             KerasHub's maps carry patterns for several variants of a model.)
 
@@ -283,7 +283,7 @@ def resolve_layouts(
 
 
 def closest_names(pattern: str, names: Sequence[str]) -> list[str]:
-    """Returns up to three of `names` that look most like a pattern."""
+    """Up to three of `names` that look most like a pattern."""
     plain = re.sub(r"[.*+?^$\\()\[\]|]+", "", pattern)
 
     def likeness(name: str) -> float:

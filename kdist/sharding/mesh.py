@@ -37,10 +37,10 @@ class Slice:
     """The devices that hold one replica of the model, or of a stage, cut over the inner axes.
 
     Attributes:
-        index: coordinate on the data axis, 0 where the mesh has none.
+        index: Coordinate on the data axis, 0 where the mesh has none.
         devices: TensorFlow device strings such as `"/device:CPU:3"`, one per inner coordinate,
             row-major over the inner axes in the order of the mesh.
-        stage: coordinate on the pipe axis, 0 where the mesh has none.
+        stage: Coordinate on the pipe axis, 0 where the mesh has none.
     """
 
     index: int
@@ -55,11 +55,11 @@ def mesh(*, devices: Sequence[str] | None = None, **axes: int) -> keras.distribu
     neighbours in the device list, so put the axis that communicates most last.
 
     Args:
-        devices: device names such as `"cpu:0"`, one per mesh position, of other processes
+        devices: Device names such as `"cpu:0"`, one per mesh position, of other processes
             `"/job:worker/task:1/device:CPU:0"`. Defaults to the first devices, process after
             process, GPUs where there are any, else CPUs; a warning says so where there are GPUs,
             too few, and enough CPUs.
-        **axes: size of each axis. `data` (or `batch`) carries replicas, `pipe` the stages of a
+        **axes: Size of each axis. `data` (or `batch`) carries replicas, `pipe` the stages of a
             pipeline; every other name is an inner axis. Names that other systems have for the
             first two (`dp`, `fsdp`, `pp`, ...) are warned of.
 
@@ -67,7 +67,7 @@ def mesh(*, devices: Sequence[str] | None = None, **axes: int) -> keras.distribu
         A `keras.distribution.DeviceMesh`.
 
     Raises:
-        ValueError: for no axes, a size that is not an integer of at least 1, more positions than
+        ValueError: For no axes, a size that is not an integer of at least 1, more positions than
             devices, duplicate or unknown devices, or anything else that `Topology.from_mesh`
             refuses.
 
@@ -98,7 +98,7 @@ def mesh(*, devices: Sequence[str] | None = None, **axes: int) -> keras.distribu
 
 
 def _first_devices(count: int, axes: dict[str, int]) -> list[str]:
-    """Returns the names of the first `count` devices, GPUs before CPUs."""
+    """The names of the first `count` devices, GPUs before CPUs."""
     kind = "GPU" if tf.config.list_logical_devices("GPU") else "CPU"
     found = _devices(kind)
     if kind == "GPU" and len(found) < count <= len(_devices("CPU")):
@@ -133,15 +133,15 @@ class Topology:
     """A mesh as the engine sees it: replicas, inner axes, slices. Build it with `from_mesh`.
 
     Attributes:
-        axis_names: names of the mesh's axes, in its order.
-        shape: their sizes.
-        data_axis: the axis that carries replicas, `"data"` or `"batch"`; None where there is none.
+        axis_names: Names of the mesh's axes, in its order.
+        shape: Their sizes.
+        data_axis: The axis that carries replicas, `"data"` or `"batch"`; None where there is none.
         inner_axes: (name, size) of every other axis, in the mesh's order.
-        slices: one per stage and replica: the replicas of the first stage in the order of the data
+        slices: One per stage and replica: the replicas of the first stage in the order of the data
             axis, then those of the next one.
-        num_stages: number of stages of the pipeline, 1 where there is no `pipe` axis.
-        merged: groups of inner axes that cut dims together only, see `with_merged`.
-        host: the device that plays the host, whose memory holds what `kdist.place` puts there: a
+        num_stages: Number of stages of the pipeline, 1 where there is no `pipe` axis.
+        merged: Groups of inner axes that cut dims together only, see `with_merged`.
+        host: The device that plays the host, whose memory holds what `kdist.place` puts there: a
             CPU outside the mesh where there is one, else a CPU that is a device of the mesh too.
     """
 
@@ -163,15 +163,15 @@ class Topology:
         """Reads and checks a mesh.
 
         Args:
-            device_mesh: the mesh; its axes are row-major over its devices.
-            available: names of the devices that exist. Defaults to TensorFlow's logical devices,
+            device_mesh: The mesh; its axes are row-major over its devices.
+            available: Names of the devices that exist. Defaults to TensorFlow's logical devices,
                 which starts TensorFlow's runtime (call `kdist.init` before).
 
         Returns:
             The topology.
 
         Raises:
-            ValueError: if the argument is not a `DeviceMesh`; for both `data` and `batch`, a
+            ValueError: If the argument is not a `DeviceMesh`; for both `data` and `batch`, a
                 duplicate axis, an inner axis that leaves a process, duplicate or unknown devices,
                 or more devices than exist.
 
@@ -310,10 +310,10 @@ class Topology:
         )
 
     def canonical(self, name: str) -> str:
-        """Returns the mesh's own name of an axis; `data` and `batch` stand for each other.
+        """The mesh's own name of an axis; `data` and `batch` stand for each other.
 
         Raises:
-            ValueError: if the mesh has no such axis.
+            ValueError: If the mesh has no such axis.
         """
         if name in self.axis_names:
             return name
@@ -327,15 +327,15 @@ class Topology:
         )
 
     def axis_size(self, name: str) -> int:
-        """Returns the size of an axis.
+        """The size of an axis.
 
         Raises:
-            ValueError: if the mesh has no such axis.
+            ValueError: If the mesh has no such axis.
         """
         return self.shape[self.axis_names.index(self.canonical(name))]
 
     def describe_axes(self) -> str:
-        """Returns the axes and their sizes on one line, such as `data=2, model=4`."""
+        """The axes and their sizes on one line, such as `data=2, model=4`."""
         return ", ".join(f"{n}={s}" for n, s in zip(self.axis_names, self.shape, strict=True))
 
     def __str__(self) -> str:
@@ -354,12 +354,12 @@ class Topology:
 
 
 def _host(devices: Sequence[Device], available: Sequence[Device]) -> str:
-    """Returns the first CPU that is not in the mesh, the first CPU where all are."""
+    """The first CPU that is not in the mesh, the first CPU where all are."""
     near = [d for d in available if d.kind == "CPU" and d.process == devices[0].process]
     apart = [d for d in near if d not in set(devices)]
     return next((d.name for d in (*apart, *near)), "")
 
 
 def _by(axes: dict[str, int]) -> str:
-    """Returns axes as `data=2 x model=4`, for messages."""
+    """Axes as `data=2 x model=4`, for messages."""
     return " x ".join(f"{name}={size}" for name, size in axes.items())

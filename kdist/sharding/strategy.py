@@ -23,10 +23,10 @@ def split_operands(strategy: Any, what: str) -> tuple[Strategy, ...]:
 
     Args:
         strategy: `((4, 1), (1, 1))`, or `("model", None)` for one operand.
-        what: the argument's name, for messages.
+        what: The argument's name, for messages.
 
     Raises:
-        ValueError: if it is no tuple, is empty, or an operand has another form.
+        ValueError: If it is no tuple, is empty, or an operand has another form.
     """
     if not isinstance(strategy, tuple | list) or not strategy:
         raise ValueError(
@@ -42,15 +42,15 @@ def check_strategy(strategy: Any, what: str) -> Strategy:
     """Checks the form of one operand's strategy, for which no mesh is needed.
 
     Args:
-        strategy: one entry a dim: all names (None, an axis, a tuple of axes), or all cut counts
+        strategy: One entry a dim: all names (None, an axis, a tuple of axes), or all cut counts
             (None or an integer of at least 1).
-        what: the argument's name, for messages.
+        what: The argument's name, for messages.
 
     Returns:
         The strategy as a tuple.
 
     Raises:
-        ValueError: for another form.
+        ValueError: For another form.
     """
     if not isinstance(strategy, tuple | list):
         raise ValueError(
@@ -81,11 +81,11 @@ def parse_strategy(
     the cut counts is MindSpore's (`Primitive.shard`), which has no named axes.
 
     Args:
-        strategy: one entry a dim: all names (None, an axis, a tuple of axes), or all cut counts.
-        topology: the mesh.
-        rank: the operand's number of dims, None if unknown.
-        operand: the operand's name, for messages.
-        batch_dim: whether dim 0 is the batch, which the data axis already cuts: then that axis may
+        strategy: One entry a dim: all names (None, an axis, a tuple of axes), or all cut counts.
+        topology: The mesh.
+        rank: The operand's number of dims, None if unknown.
+        operand: The operand's name, for messages.
+        batch_dim: Whether dim 0 is the batch, which the data axis already cuts: then that axis may
             stand on dim 0 only, as its major axis. Else (a weight) names may put it on any dim and
             counts never mean it.
 
@@ -94,7 +94,7 @@ def parse_strategy(
         counted there.
 
     Raises:
-        ValueError: for another form or rank, an axis that the mesh lacks or that stands twice, the
+        ValueError: For another form or rank, an axis that the mesh lacks or that stands twice, the
             data axis in another place, or counts that fit no axes or more than one choice of them.
 
     Example:
@@ -154,7 +154,7 @@ def _dims_of_counts(
 
 
 def _groups(axes: Sequence[str], topology: Topology, count: int | None) -> list[tuple[str, ...]]:
-    """Returns every group of axes whose sizes multiply to a cut count."""
+    """Every group of axes whose sizes multiply to a cut count."""
     groups: list[tuple[str, ...]] = [()]
     for axis in axes:
         groups += [(*group, axis) for group in groups]

@@ -72,7 +72,7 @@ def graph_of(model: keras.Model, *, examples: int = EXAMPLES) -> ModelGraph:
         are not counted.
 
     Raises:
-        ValueError: if the model has no graph of layers.
+        ValueError: If the model has no graph of layers.
 
     Example:
     ```python

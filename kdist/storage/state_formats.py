@@ -57,7 +57,7 @@ class Format:
             number instead of 0.
 
     Raises:
-        ValueError: for bits that are not 16 together, or a range that float32 does not hold.
+        ValueError: For bits that are not 16 together, or a range that float32 does not hold.
 
     Example:
     ```python
@@ -141,7 +141,7 @@ class Format:
             tf.uint16 codes of the same shape.
 
         Raises:
-            ValueError: for another dtype or rounding, or stochastic rounding without a seed.
+            ValueError: For another dtype or rounding, or stochastic rounding without a seed.
         """
         x = tf.convert_to_tensor(tensor)
         if x.dtype in (tf.float16, tf.bfloat16):
@@ -187,7 +187,7 @@ class Format:
             A tensor of `dtype` and the same shape.
 
         Raises:
-            ValueError: for another dtype.
+            ValueError: For another dtype.
         """
         dtype = tf.as_dtype(dtype)
         source = _source(dtype)
