@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kdist._compat import keras_optimizers
+from kdist._compat import keras_averages, keras_optimizers
 
 import keras
 import tensorflow as tf
@@ -63,13 +63,14 @@ class Lazy(keras.optimizers.Optimizer):
 
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
         """Updates a variable: rows of it if the gradient is rows, each once, else all of it."""
+        decays = keras_optimizers.decays_given(self, variable)
         if not isinstance(gradient, tf.IndexedSlices):
-            if self._decays(variable):
+            if decays:
                 self.assign_sub(variable, self._decay(variable, learning_rate))
             super().update_step(gradient, variable, learning_rate)
             return
         rows = _OnRows(self, variable, gradient.indices)
-        if self._decays(variable):
+        if decays:
             rows.assign_sub(rows.variable, self._decay(rows.variable.value, learning_rate))
         on_rows: Any = super().update_step
         on_rows.__func__(rows, gradient.values, rows.variable, learning_rate)
@@ -82,16 +83,16 @@ class Lazy(keras.optimizers.Optimizer):
             super()._backend_apply_gradients(grads, variables)
             return
         self.accumulates_rows = True
-        sums = [self._accumulated_gradients[self._get_variable_index(v)] for v in variables]
+        sums = [keras_optimizers.accumulator(self, v) for v in variables]
         for gradient, total in zip(grads, sums, strict=True):
             if isinstance(gradient, tf.IndexedSlices):
                 self._accumulate_rows(total, rows_summed(gradient))
         ops.cond(
-            (self._iterations + 1) % steps == 0,
+            (keras_optimizers.iterations_variable(self) + 1) % steps == 0,
             lambda: self._update_accumulated(grads, variables, sums),
             lambda: self._accumulate_dense(grads, sums),
         )
-        keras_optimizers.average_weights(self)
+        keras_averages.average_weights(self)
 
     def _accumulate_rows(self, total: Any, gradient: Any) -> None:
         """Adds rows to their sums, and marks these as looked up."""
@@ -105,7 +106,7 @@ class Lazy(keras.optimizers.Optimizer):
     def _accumulate_dense(self, grads: Sequence[Any], sums: Sequence[Any]) -> None:
         pairs = [pair for pair in zip(grads, sums) if not isinstance(pair[0], tf.IndexedSlices)]
         if pairs:
-            self._backend_increment_gradient_accumulators(*zip(*pairs))
+            keras_optimizers.accumulate(self, *zip(*pairs))
 
     def _update_accumulated(
         self, grads: Sequence[Any], variables: Sequence[Any], sums: Sequence[Any]
@@ -119,14 +120,10 @@ class Lazy(keras.optimizers.Optimizer):
                 means.append(SummedRows(self.read_rows(total, rows) / steps, rows, shape))
             else:
                 means.append((gradient + total) / steps)
-        clipped = self._clip_gradients(means)
-        self._backend_update_step(clipped, variables, self.learning_rate)
+        keras_optimizers.update(self, self._clip_gradients(means), variables)
         for mean, total in zip(means, sums, strict=True):
             zeros = with_values(mean, tf.zeros_like(values_of(mean)))
             self.assign(total, zeros)
-
-    def _decays(self, variable: Any) -> bool:
-        return self.weight_decay is not None and self._use_weight_decay(variable)
 
     def _decay(self, value: Any, learning_rate: Any) -> Any:
         factors = [tf.cast(one, value.dtype) for one in (self.weight_decay, learning_rate)]
@@ -196,9 +193,9 @@ class _OnRows:
         self._optimizer, self._indices = optimizer, indices
         self.variable = _Rows(variable, optimizer.read_rows(variable, indices))
         self._parts = [self.variable]
-        number = optimizer._get_variable_index(variable)
+        number = keras_optimizers.index_of(optimizer, variable)
         for name, slots in keras_optimizers.families(optimizer).items():
-            if name == "_accumulated_gradients":
+            if name == keras_optimizers.ACCUMULATORS:
                 continue
             part = _Rows(slots[number], optimizer.read_rows(slots[number], indices))
             setattr(self, name, [part])

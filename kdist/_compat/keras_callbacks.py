@@ -26,6 +26,10 @@ OF_THE_PROCESS: dict[type, frozenset[str]] = {
 """By class: clocks, what is being profiled, and what has been written to the present file."""
 
 
+GIVEN_BY_FIT = frozenset({"_model", "model", "params", "validation_data"})
+"""Attributes that `fit` gives to every callback; those of old callbacks too."""
+
+
 def of_the_process(callback: Any) -> frozenset[str]:
     """Names of a callback's attributes that say nothing once its process is gone."""
     found = [names for kind, names in OF_THE_PROCESS.items() if isinstance(callback, kind)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -72,6 +73,11 @@ def flags_to_train(layer: keras.Layer, wanted: Sequence[keras.Variable]) -> list
     layers = flat_layers(layer)
     weights = [v for one in layers for v in one._trainable_variables]
     return [*((one, True) for one in layers), *((v, id(v) in known) for v in weights)]
+
+
+def synchronizes(model: keras.Model) -> bool:
+    """Whether a layer of a model takes its statistics over the rows of all replicas."""
+    return any(getattr(one, "synchronized", False) for one in flat_layers(model))
 
 
 def layers_inside(layer: keras.Layer) -> list[keras.Layer]:
@@ -157,6 +163,13 @@ def call_name(layer: keras.Layer) -> str:
 def call_of(layer: keras.Layer) -> Any:
     """What Keras runs when a layer is called: `call`, or `quantized_call` if it is quantized."""
     return getattr(layer, call_name(layer))
+
+
+@functools.cache
+def kept_in_every() -> frozenset[str]:
+    """Names of attributes that say nothing of one layer: Keras keeps them in every one."""
+    kept = {*vars(keras.Model()), *vars(keras.Layer()), "call"}
+    return frozenset(kept - {"activity_regularizer", "_dtype_policy", "_supports_masking"})
 
 
 def give_call(layer: keras.Layer, call: Any) -> None:

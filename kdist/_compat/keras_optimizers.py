@@ -72,6 +72,10 @@ def iterations_variable(optimizer: Any) -> keras.Variable:
     return optimizer._iterations
 
 
+ACCUMULATORS = "_accumulated_gradients"
+"""The attribute of an optimizer that holds the sums of its gradients, see `families`."""
+
+
 def accumulator(optimizer: Any, variable: keras.Variable) -> keras.Variable | None:
     """The gradient accumulator of a variable, or None without accumulation."""
     if not optimizer.gradient_accumulation_steps:
@@ -302,7 +306,12 @@ def decays(optimizer: Any, variable: keras.Variable) -> bool:
     known = types.SimpleNamespace(
         name=f"{variable.path}:0", _unique_id=variable_key(optimizer, variable)
     )
-    return optimizer.weight_decay is not None and optimizer._use_weight_decay(known)
+    return decays_given(optimizer, known)
+
+
+def decays_given(optimizer: Any, variable: Any) -> bool:
+    """The same for a variable as `update_step` is given it."""
+    return optimizer.weight_decay is not None and optimizer._use_weight_decay(variable)
 
 
 def apply_nothing(optimizer: Any) -> None:
@@ -319,20 +328,6 @@ def updated_by(optimizer: Any) -> list[keras.Variable]:
     while (inner := getattr(optimizer, "inner_optimizer", None)) is not None:
         optimizer = inner
     return list(getattr(optimizer, "_trainable_variables", ()))
-
-
-def average_weights(optimizer: Any) -> None:
-    """What `apply` does last if `use_ema` is set: averages, and every few steps weights of them."""
-    if not optimizer.use_ema:
-        return
-    variables = optimizer._trainable_variables
-    optimizer._update_model_variables_moving_average(variables)
-    if every := optimizer.ema_overwrite_frequency:
-        keras.ops.cond(
-            (optimizer.iterations + 1) % every == 0,
-            lambda: optimizer._overwrite_model_variables_with_average_value(variables),
-            lambda: None,
-        )
 
 
 def decay_and_count(optimizer: Any, variables: list[keras.Variable]) -> None:
@@ -380,3 +375,18 @@ def scalars(optimizer: Any) -> dict[str, keras.Variable]:
         for name, value in vars(optimizer).items()
         if isinstance(value, keras.Variable) and name != "_learning_rate"
     }
+
+
+def clip_by(optimizer: Any, clip: Callable[[Sequence[Any]], list[Any]]) -> None:
+    """Has an optimizer clip all gradients of a step by a function."""
+    object.__setattr__(optimizer, "_clip_gradients", clip)
+
+
+def accumulate(optimizer: Any, gradients: Sequence[Any], sums: Sequence[Any]) -> None:
+    """Adds gradients to their accumulators, as Keras does in a step that does not update."""
+    optimizer._backend_increment_gradient_accumulators(gradients, sums)
+
+
+def update(optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
+    """Updates variables by gradients that are clipped already, and does nothing else."""
+    optimizer._backend_update_step(gradients, variables, optimizer.learning_rate)

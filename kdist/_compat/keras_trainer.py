@@ -364,3 +364,8 @@ def run_independently(operation: tf.Operation | None) -> None:
         manager = operation.graph.experimental_acd_manager
         if manager is not None:
             manager.run_independently(operation)
+
+
+def function_of(model: keras.Model, step: Callable) -> Callable:
+    """Keras's function of an iterator that takes as many steps on its batches as compiled for."""
+    return model._make_function(step)

@@ -62,6 +62,12 @@ def auto_left_open(model: keras.Model) -> Iterator[None]:
         object.__delattr__(model, "_resolve_auto_jit_compile")
 
 
+def save_as_auto(model: keras.Model) -> str:
+    """Has files say `jit_compile="auto"` of a model that was compiled in `auto_left_open`."""
+    model._compile_config.config["jit_compile"] = "auto"
+    return "auto"
+
+
 def forget_made(model: keras.Model) -> None:
     """Has a model make functions anew that it keeps beside those of Keras, perhaps for XLA.
 

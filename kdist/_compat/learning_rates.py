@@ -61,3 +61,18 @@ def fixed_learning_rate(optimizer: Any, rate: Any) -> Iterator[None]:
         yield
     finally:
         object.__setattr__(optimizer, "_learning_rate", shared)
+
+
+def is_rate_of(optimizer: Any, variable: keras.Variable) -> bool:
+    """Whether a variable is an optimizer's learning rate."""
+    return variable is optimizer._learning_rate
+
+
+def config_without_rate(optimizer: Any) -> dict[str, Any]:
+    """An optimizer's configuration with a rate of 0: configs cannot express every schedule."""
+    shared = optimizer._learning_rate
+    object.__setattr__(optimizer, "_learning_rate", keras.Variable(0.0, name="learning_rate"))
+    try:
+        return optimizer.get_config()
+    finally:
+        object.__setattr__(optimizer, "_learning_rate", shared)

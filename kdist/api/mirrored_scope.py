@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from kdist._compat import keras_optimizers, keras_trainer
+from kdist._compat import keras_optimizers, keras_trainer, variable_internals
 from kdist._compat.cluster_runtime import JOB
 from kdist.cluster.joining import has_joined
 from kdist.config.parallel import ParallelConfig
@@ -184,5 +184,5 @@ def unmirror(variable: keras.Variable) -> None:
         return
     here = value.values[0] if workers_of(value.distribute_strategy) > 1 else value
     plain = tf.Variable(tf.convert_to_tensor(here), trainable=value.trainable, name=variable.name)
-    plain._unique_id = value._unique_id
+    variable_internals.give_key(plain, variable_internals.key_of(value))
     keras_trainer.set_tf_variable(variable, plain)

@@ -165,7 +165,7 @@ class Parallel(PreparedModel):
             arguments.call()
             wanted = self.model.jit_compile
         if wanted == keras_xla.LEFT_OPEN:
-            wanted = self.model._compile_config.config["jit_compile"] = "auto"
+            wanted = keras_xla.save_as_auto(self.model)
         follow_weights(self, "compile")
         self.forget_functions(self.resolved_xla(wanted))
         self.unknown_to_optimizer = None

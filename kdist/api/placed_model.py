@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+from kdist._compat import keras_models
 from kdist.api import mirrored_scope
 from kdist.api.plain_models import tell_plain_models
 from kdist.api.sharded_optimizer import config_for
@@ -392,8 +393,7 @@ class PlacedModel:
             return None
         if self.config.batch_semantics == "global":
             return GLOBAL
-        layers = self.model._flatten_layers()
-        return SYNCHRONIZED if any(getattr(one, "synchronized", False) for one in layers) else None
+        return SYNCHRONIZED if keras_models.synchronizes(self.model) else None
 
     def entries_of(self, variables: Sequence[keras.Variable]) -> list[Stored]:
         """Local variables behind some weights."""

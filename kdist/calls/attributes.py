@@ -14,6 +14,8 @@ import types
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from typing import Any
 
+from kdist._compat import keras_models
+
 import keras
 import numpy as np
 import tensorflow as tf
@@ -51,7 +53,7 @@ def attributes_of(layers: Iterable[keras.Layer]) -> Hashable:
         Equal for equal attributes: numbers and texts by value, lists and the user's own objects by
         what they hold, functions by what they read from around them, all else by identity.
     """
-    every = _of_every_model()
+    every = keras_models.kept_in_every()
 
     def of(one: keras.Layer) -> Hashable:
         held = ((n, v) for n, v in vars(one).items() if n not in every and v is not None)
@@ -123,10 +125,3 @@ def _says_what_it_equals(value: Any) -> bool:
     except TypeError:  # of a class that has one, but not always
         return False
     return True
-
-
-@functools.cache
-def _of_every_model() -> frozenset[str]:
-    """Names of attributes that say nothing of one layer: Keras keeps them in every one."""
-    kept = {*vars(keras.Model()), *vars(keras.Layer()), "call"}
-    return frozenset(kept - {"activity_regularizer", "_dtype_policy", "_supports_masking"})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kdist._compat.keras_callbacks import begin_clock, of_the_process
+from kdist._compat.keras_callbacks import GIVEN_BY_FIT, begin_clock, of_the_process
 from kdist.checkpoint import remembered
 from kdist.checkpoint.remembered import Remembered
 from kdist.display.warn import warn
@@ -13,7 +13,7 @@ from kdist.display.warn import warn
 import keras
 import numpy as np
 
-NOT_STATE = {"_model", "model", "params", "validation_data", "min_delta"}
+NOT_STATE = {*GIVEN_BY_FIT, "min_delta"}
 """Attributes that `fit` gives to every callback; and the one whose sign Keras's callbacks turn when
 they find out, once in each run, which way their monitor is better."""
 

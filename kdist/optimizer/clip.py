@@ -50,11 +50,7 @@ def clip_globally(
     clip = leaf.global_clipnorm
     factor = clip * ops.minimum(1.0 / norm, 1.0 / clip) + (norm - norm)
     for one in local:
-        object.__setattr__(
-            one.optimizer,
-            "_clip_gradients",
-            functools.partial(_times, leaf, factor),
-        )
+        keras_optimizers.clip_by(one.optimizer, functools.partial(_times, leaf, factor))
 
 
 def _times(leaf: Any, factor: Any, gradients: Sequence[Any]) -> list[Any]:

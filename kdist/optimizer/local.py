@@ -161,12 +161,7 @@ def clone(optimizer: Any) -> Any:
     Raises:
         ValueError: A user's class cannot be made from its configuration.
     """
-    shared = optimizer._learning_rate
-    object.__setattr__(optimizer, "_learning_rate", keras.Variable(0.0, name="learning_rate"))
-    try:
-        config = optimizer.get_config()
-    finally:
-        object.__setattr__(optimizer, "_learning_rate", shared)
+    config = learning_rates.config_without_rate(optimizer)
     try:
         copy = type(optimizer).from_config(config)
     except TypeError as error:

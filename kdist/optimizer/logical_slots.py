@@ -10,7 +10,7 @@ import math
 from collections.abc import Container, Sequence
 from typing import Any
 
-from kdist._compat import keras_optimizers
+from kdist._compat import keras_optimizers, learning_rates
 from kdist.optimizer.local import LocalOptimizer
 from kdist.sharding.placement import Index, covers
 from kdist.storage.flat_rows import Piece
@@ -137,7 +137,7 @@ def _refuse_unmapped(logical: Any, mapped: Container[int], trained: Container[in
     }
     for variable in logical.variables:
         known = id(variable) in mapped or id(variable) in frozen
-        if not known and variable is not logical._learning_rate:
+        if not known and not learning_rates.is_rate_of(logical, variable):
             raise RuntimeError(
                 "kdist maps optimizer state by attributes that hold one variable per parameter, "
                 "or one scalar variable. Make it so, or use one of Keras's optimizers. "

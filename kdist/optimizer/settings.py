@@ -36,7 +36,7 @@ def share_variables(copy: Any, optimizer: Any) -> None:
 
 def for_all_weights(optimizer: Any) -> list[str]:
     """Attributes of a user's class in which weights can meet: scalar state, and lists by weight."""
-    weights = len(optimizer._trainable_variables)
+    weights = len(keras_optimizers.updated_by(optimizer))
     found = []
     for name, value in _own_attributes(optimizer):
         if isinstance(value, keras.Variable | tf.Variable):

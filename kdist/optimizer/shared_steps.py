@@ -13,7 +13,7 @@ import itertools
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
-from kdist._compat import dtensor_internals, function_graphs, keras_optimizers
+from kdist._compat import dtensor_internals, function_graphs, keras_optimizers, variable_internals
 from kdist._compat.keras_trainer import KEY
 from kdist.sharding.placement import Index
 from kdist.storage.row_views import RowsBacking, part_shape
@@ -172,7 +172,7 @@ class _Trace:
                 mapped.append((state.variable, tf.identity(state.read(values[-1]))))
             for variable, value in mapped:
                 if variable is state.variable:
-                    value._unique_id = variable.__dict__[KEY]
+                    variable_internals.give_key(value, variable.__dict__[KEY])
             with keras.StatelessScope(state_mapping=mapped) as scope:
                 plain(found, state.argument, rate)
             return [scope.get_current_value(state.variable)] if state.is_view else []

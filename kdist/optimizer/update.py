@@ -7,10 +7,10 @@ edges of a graph, so there is no order of collectives to agree on, and nothing t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
-from kdist._compat import function_graphs
+from kdist._compat import function_graphs, keras_averages, keras_optimizers
 from kdist.config.compression import Classes
 from kdist.config.optimizer import OptimizerConfig
 from kdist.config.state_format import slot_formats
@@ -35,7 +35,6 @@ from kdist.storage.row_views import RowsBacking
 from kdist.storage.sparse import is_sparse
 from kdist.storage.variables import Stored, backing_of
 
-import keras
 import tensorflow as tf
 from keras import ops
 
@@ -96,24 +95,8 @@ class DistributedUpdate:
         self._unfused: frozenset[int] = frozenset()
         self._has_updated = False
         self.jobs.build(keys, self._whole)
-        self._override_finalize()
-
-    def _override_finalize(self) -> None:
-        """Writing EMA averages back goes through the logical variables, to reach every copy."""
-
-        def overwrite(leaf: Any) -> Callable[[Any], None]:
-            def write(variables: Sequence[keras.Variable]) -> None:
-                averages = leaf._model_variables_moving_average
-                for variable, average in zip(variables, averages):
-                    if average is not None:
-                        variable.assign(average)
-
-            return write
-
         for leaf, _ in self.groups:
-            object.__setattr__(
-                leaf, "_overwrite_model_variables_with_average_value", overwrite(leaf)
-            )
+            keras_averages.overwrite_by_assign(leaf)
 
     def scale(self) -> Any:
         """What the loss is multiplied by before differentiation, or None for 1."""
@@ -347,7 +330,7 @@ class DistributedUpdate:
                     else:
                         one.iterations().assign_add(1)
         if self.inner not in [leaf for leaf, _ in self.groups]:
-            self.inner._iterations.assign_add(1)
+            keras_optimizers.iterations_variable(self.inner).assign_add(1)
         overwritten = any(leaf.use_ema for leaf, _ in self.groups)
         numbers = range(len(self.jobs.jobs)) if overwritten else gradients
         changed = self._changed_rows(gradients)
@@ -385,7 +368,7 @@ class DistributedUpdate:
                         [v for n, v in zip(one.positions, one.variables) if n in live]
                     )
         if self.inner not in [leaf for leaf, _ in self.groups]:
-            self.inner._iterations.assign_add(1)
+            keras_optimizers.iterations_variable(self.inner).assign_add(1)
         if any(leaf.weight_decay is not None for leaf, _ in self.groups):
             send_values(self.jobs, live, self.one_by_one)
             self.jobs.hand_on(connected)

@@ -231,7 +231,7 @@ class Program:
         if not terms:
             return None, []
         with keras_trainer.replaced_losses(self.model, terms):
-            return self.model._compile_loss(y, outputs, sample_weight), terms
+            return keras_trainer.compiled_loss(self.model)(y, outputs, sample_weight), terms
 
     def no_loss(self) -> ValueError:
         """What is wrong with a model that has nothing to minimise."""
@@ -260,7 +260,7 @@ class Program:
                 outputs = self._call(x, training)
                 terms = [CountedLoss(e, kind, rows) for e, kind in zip(self._losses(), self.kinds)]
                 with keras_trainer.replaced_losses(self.model, terms):
-                    self.model._compile_loss(y, outputs, sample_weight)
+                    keras_trainer.compiled_loss(self.model)(y, outputs, sample_weight)
             self.traced(training).note_counts(terms)
             return tf.stack([t.count for t in terms])
 
@@ -318,7 +318,7 @@ class Program:
     def _call(self, x: Any, training: bool) -> Any:
         # A layer's own `tf.function` would go on with the variables, or values, of another trace.
         with named(self.blocks), keras_seeds.drawing_from(self.unseeded), traced_anew({}):
-            if self.model._call_has_training_arg:
+            if keras_models.takes_training(self.model):
                 return self.model(x, training=training)
             return self.model(x)
 

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kdist._compat import keras_applied, keras_models, keras_optimizers
+from kdist._compat import keras_applied, keras_models, keras_optimizers, keras_trainer
 from kdist.runtime.taken import Taken, alive, ending_together
 from kdist.runtime.worker_data import WorkerDataset, WorkerIterator
 
@@ -112,7 +112,7 @@ def step_function(
     """
     if kind == "predict":
         return _predict_function(step, model)
-    function = several or model._make_function(step)
+    function = several or keras_trainer.function_of(model, step)
     if kind == "train":
         function = _train_function(step, function, model, no_batch)
     return _or_by_workers(step, function, model, no_batch, tell_barriers)

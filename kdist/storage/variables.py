@@ -18,6 +18,7 @@ from kdist._compat import keras_trainer
 from kdist._compat.every_copy import for_all
 from kdist._compat.keras_births import raw_dtype
 from kdist._compat.keras_trainer import KEY
+from kdist._compat.variable_internals import give_key, key_of
 from kdist.sharding.device import Device
 from kdist.sharding.mesh import Topology
 from kdist.sharding.placement import Coordinate, Index, Placement, covers
@@ -108,7 +109,7 @@ class Stored:
         there = [s for s in shards if math.prod(s.shape)] or shards[:1]
         if self.unborn is None and len(there) == 1:
             whole = keras_trainer.tf_variable(self._locals[there[0].holders[0]])
-            whole._unique_id = self.variable.__dict__[KEY]
+            give_key(whole, self.variable.__dict__[KEY])
 
     def _by_part(self) -> list[tuple[Index, list[Coordinate]]]:
         """The different parts, each with the coordinates that hold it."""
@@ -316,11 +317,11 @@ def become_view(variable: keras.Variable, backing: Any, whole: keras.Variable | 
         whole: A local variable that holds the whole value, to be read directly, or None.
     """
     attributes = variable.__dict__
-    key = attributes.get(KEY) or keras_trainer.tf_variable(variable)._unique_id
+    key = attributes.get(KEY) or key_of(keras_trainer.tf_variable(variable))
     tensor = None
     if whole is not None:
         tensor = keras_trainer.tf_variable(whole)
-        tensor._unique_id = key
+        give_key(tensor, key)
     keras_trainer.set_tf_variable(variable, tensor)
     if ATTRIBUTE not in attributes:
         base: Any = type(variable)
@@ -338,7 +339,7 @@ def make_plain(variable: keras.Variable, value: Any) -> None:
     """Turns a view into a plain variable with a value."""
     variable.__dict__.pop(ATTRIBUTE)
     whole = tf.Variable(value, trainable=variable.trainable, name=variable.name)
-    whole._unique_id = variable.__dict__.pop(KEY)
+    give_key(whole, variable.__dict__.pop(KEY))
     keras_trainer.set_tf_variable(variable, whole)
     variable.__class__ = type(variable).__mro__[1]
 
@@ -372,6 +373,6 @@ def materialised(variables: Sequence[keras.Variable]) -> Iterator[None]:
         for variable, backing, tensor in backings:
             moved(meanwhile := keras_trainer.tf_variable(variable))
             become_view(variable, backing, None)
-            object.__setattr__(variable, KEY, meanwhile._unique_id)
+            object.__setattr__(variable, KEY, key_of(meanwhile))
             keras_trainer.set_tf_variable(variable, tensor)
         forget_readers()

@@ -8,6 +8,7 @@ from typing import Any
 from kdist._compat import keras_trainer
 from kdist._compat.custom_gradients import read_of, watched
 from kdist._compat.keras_trainer import KEY
+from kdist._compat.variable_internals import give_key
 
 import keras
 import numpy as np
@@ -63,7 +64,7 @@ def _value(self: Any) -> Any:
         tensor = self.__dict__[ATTRIBUTE].whole()
         if ATTRIBUTE in self.__dict__:  # reading may have made it a plain variable
             tensor = _anchored(tensor, self.__dict__[ATTRIBUTE])
-            tensor._unique_id = self.__dict__[KEY]
+            give_key(tensor, self.__dict__[KEY])
     return keras_trainer.autocast(self, tensor)
 
 

@@ -17,3 +17,14 @@ def test_attributes_are_those_of_keras(tmp_path):
     assert float(board._previous_epoch_iterations) == 0
     keras_callbacks.begin_clock(board)
     assert float(board._previous_epoch_iterations) == 4
+
+
+def test_what_fit_gives_is_known():
+    class Seen(keras.callbacks.Callback):
+        def on_train_begin(self, logs=None):
+            self.given = set(vars(self))
+
+    model, seen = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)]), Seen()
+    model.compile("sgd", "mse")
+    model.fit(np.ones((2, 2)), np.ones((2, 1)), verbose=0, callbacks=[seen])
+    assert {"_model", "params"} <= seen.given <= keras_callbacks.GIVEN_BY_FIT

@@ -258,3 +258,18 @@ def test_flags_to_train():
     with keras_models.trainable_as(keras_models.flags_to_train(model, wanted)):
         assert trained(model) == [v.path for v in wanted]
     assert not trained(model)
+
+
+def test_synchronizes():
+    norms = [keras.layers.BatchNormalization(synchronized=one) for one in (False, True)]
+    found = [keras_models.synchronizes(keras.Sequential([keras.Sequential([n])])) for n in norms]
+    assert found == [False, True]
+
+
+def test_kept_in_every():
+    """What says how one computes is not among them, and is there to be looked at."""
+    layer = keras.layers.Dense(2, activity_regularizer="l2", dtype="mixed_bfloat16")
+    layer.supports_masking = False
+    told = set(vars(layer)) - keras_models.kept_in_every()
+    assert {"activity_regularizer", "_dtype_policy", "_supports_masking", "units"} <= told
+    assert {"_layers", "_losses", "built", "call"} <= keras_models.kept_in_every()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from kdist._compat import keras_optimizers, keras_trainer, mirrored_internals
 from kdist.storage.row_views import rows_view
 
@@ -16,7 +18,8 @@ from .private_checks import untested
 
 def test_each_function_has_a_test():
     """So that what moves is named by what fails."""
-    assert untested(keras_optimizers, __file__) == []
+    updates = Path(__file__).with_name("test_keras_updates.py")
+    assert untested(keras_optimizers, __file__, updates) == []
 
 
 def test_positions():
@@ -312,49 +315,6 @@ def test_route_assignments():
     assert_close(twin.get_weights(), model.get_weights())
 
 
-@pytest.mark.parametrize("names", [["bias"], ["norm"], ["norm/kernel"], ["kernel:0"], ["^kernel"]])
-def test_decays(names):
-    """As Keras decides, which knows variables by the names that TensorFlow gave them."""
-    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(2, name="norm_1")])
-    model.add(keras.layers.Dense(2, name="other"))
-    optimizer = keras.optimizers.SGD(1.0, weight_decay=0.5)
-    optimizer.exclude_from_weight_decay(var_names=names)
-    optimizer.build(model.trainable_variables)
-    for variable in model.trainable_variables:
-        variable.assign(tf.ones(variable.shape))
-    decays = [keras_optimizers.decays(optimizer, v) for v in model.trainable_variables]
-    zeros = [tf.zeros(v.shape) for v in model.trainable_variables]
-    keras_optimizer = keras.optimizers.SGD(1.0, weight_decay=0.5)
-    keras_optimizer.exclude_from_weight_decay(var_names=names)
-    keras_optimizer.apply(zeros, model.trainable_variables)
-    assert decays == [bool((v.numpy() == 0.5).all()) for v in model.trainable_variables]
-
-
-def test_decays_nothing_without_a_factor():
-    variable = keras.Variable(1.0)
-    optimizer = keras.optimizers.SGD()
-    optimizer.build([variable])
-    assert not keras_optimizers.decays(optimizer, variable)
-
-
-@pytest.mark.parametrize("options", [{}, {"gradient_accumulation_steps": 2}, {"clipnorm": 1.0}])
-def test_apply_nothing(options):
-    """Averages of weights and Nadam's product move on as where another variable has a gradient."""
-    state = []
-    for idle in (False, True):
-        a, b = keras.Variable(np.ones(2), name="a"), keras.Variable(np.ones(3), name="b")
-        optimizer = keras.optimizers.Nadam(0.1, use_ema=True, **options)
-        optimizer.build([a] if idle else [a, b])
-        for _ in range(3):
-            if idle:
-                keras_optimizers.apply_nothing(optimizer)
-            else:
-                optimizer.apply([tf.ones(3, b.dtype)], [b])
-        average = optimizer._model_variables_moving_average[0]
-        state.append([optimizer.iterations, optimizer._iterations, optimizer._u_product, average])
-    assert_close(*[[v.numpy() if hasattr(v, "numpy") else v for v in one] for one in state])
-
-
 def test_keep_one_copy():
     """Keras asks the strategy in scope to colocate a slot, which fails for a plain variable."""
     plain = keras.Variable(np.zeros(2, np.float32))
@@ -364,39 +324,6 @@ def test_keep_one_copy():
             optimizer.build([plain])
         keras_optimizers.keep_one_copy(optimizer)
         optimizer.build([plain])
-
-
-@pytest.mark.parametrize("use_ema", [False, True])
-def test_decay_and_count(use_ema):
-    """As in Keras's `apply`, without what comes from the gradients: averages do not move."""
-    variable = keras.Variable(np.ones(2))
-    optimizer = keras.optimizers.Nadam(0.5, weight_decay=0.5, use_ema=use_ema)
-    optimizer.build([variable])
-    product = float(optimizer._u_product.numpy())
-    keras_optimizers.decay_and_count(optimizer, [variable])
-    assert_close([variable.numpy()], [np.full(2, 0.75)])
-    assert int(optimizer.iterations) == 1
-    assert (float(optimizer._u_product.numpy()) == product) == use_ema
-
-
-@pytest.mark.parametrize("every", [None, 2])
-def test_average_weights(every):
-    """As `apply` does last."""
-    found = []
-    for parts in (False, True):
-        variable = keras.Variable(np.ones(2), name="a")
-        settings = {"use_ema": True, "ema_momentum": 0.5, "ema_overwrite_frequency": every}
-        optimizer = keras.optimizers.SGD(0.5, **settings)
-        optimizer.build([variable])
-        for _ in range(3):
-            if parts:
-                variable.assign_sub(np.full(2, 0.5))
-                keras_optimizers.average_weights(optimizer)
-                optimizer._iterations.assign_add(1)
-            else:
-                optimizer.apply([tf.ones(2)], [variable])
-        found.append([variable.numpy(), optimizer._model_variables_moving_average[0].numpy()])
-    assert_close(*found)
 
 
 def test_families():

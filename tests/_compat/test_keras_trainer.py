@@ -289,3 +289,17 @@ def test_call_context():
     inner(np.ones((1, 1)))
     assert [dict(one).get("training") for one in found] == [True, None]
     assert keras_trainer.call_context() == ()
+
+
+def test_function_of():
+    model, taken = mlp(), []
+    model.compile("sgd", "mse", steps_per_execution=2)
+
+    def step(batch):
+        taken.append(batch.dtype)
+        return tf.cast(batch, "float32")
+
+    function = keras_trainer.function_of(model, step)
+    batches = iter(tf.data.Dataset.range(4))
+    assert [float(function(batches)) for _ in range(2)] == [1.0, 3.0]
+    assert set(taken) == {tf.int64}

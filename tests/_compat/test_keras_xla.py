@@ -102,3 +102,10 @@ def test_forget_made() -> None:
     assert model.draw_function is None and model.plain_function is len
     assert [model.other_function, model.anew_function, model.scaled_function] == 3 * [made]
     assert model.train_function is kept
+
+
+def test_save_as_auto():
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    with keras_xla.auto_left_open(model):
+        model.compile("sgd", "mse", jit_compile="auto")
+    assert keras_xla.save_as_auto(model) == "auto" == model.get_compile_config()["jit_compile"]

@@ -71,3 +71,24 @@ def test_what_a_schedule_reads_in_python_is_read_in_each_trace():
     graphs = [weakref.ref(graph) for graph in rate._functions]
     gc.collect()
     assert all(graph() is None for graph in graphs)
+
+
+def test_is_rate_of():
+    optimizer = keras.optimizers.SGD(0.5)
+    optimizer.build([keras.Variable(1.0)])
+    rates = [learning_rates.is_rate_of(optimizer, one) for one in optimizer.variables]
+    assert rates.count(True) == 1 and float(optimizer.variables[rates.index(True)]) == 0.5
+
+
+def test_config_without_rate():
+    """Keras calls `get_config` of what a schedule is, if that is no variable."""
+
+    class Schedule(keras.optimizers.schedules.LearningRateSchedule):
+        def __call__(self, step):
+            return 1.0
+
+    optimizer = keras.optimizers.SGD(Schedule(), momentum=0.5)
+    own = optimizer._learning_rate
+    config = learning_rates.config_without_rate(optimizer)
+    assert (config["learning_rate"], config["momentum"]) == (0.0, 0.5)
+    assert optimizer._learning_rate is own
