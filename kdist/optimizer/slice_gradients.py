@@ -68,6 +68,13 @@ class SliceGradients:
         self._places = places
         self._tables: dict[int, Any] = {}
 
+    def joined(self, once: Mapping[int, Any]) -> SliceGradients:
+        """These, and more gradients that are there once for all slices; see `once`."""
+        given = self.gradients, self.look_ups, self.entries, self.devices
+        found = SliceGradients(*given, self._places)
+        found.once = by_position(self.once, once)
+        return found
+
     @property
     def rows(self) -> set[int]:
         """See `GradientSource`; both kinds of gradients have to be rows for their sum to be."""
@@ -238,6 +245,14 @@ def add_gradients(
         return added(dense, devices, REDUCE, turn)
     algorithm, at = to
     return summed(dense, devices, at, algorithm, REDUCE, turn)
+
+
+def by_position(some: Mapping[int, Any], others: Mapping[int, Any]) -> dict[int, Any]:
+    """Gradients of both, by position; added where both have one."""
+    found = dict(some)
+    for v, gradient in others.items():
+        found[v] = found[v] + gradient if v in found else gradient
+    return found
 
 
 def as_gradient(part: Any, placement: Placement) -> Any:

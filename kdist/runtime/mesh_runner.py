@@ -359,10 +359,13 @@ class MeshRunner:
         params = [state.params[i].path for i in sorted(self.programs.gathered_params)]
         return params + [state.carried[i].path for i in sorted(self.programs.gathered_carried)]
 
-    def gradient_at(self, results: Sequence[Sequence[Any]]) -> SliceGradients:
-        """How the update reads gradients: the unit's part of each slice's, summed."""
+    def gradient_at(
+        self, results: Sequence[Sequence[Any]], once: Mapping[int, Any]
+    ) -> SliceGradients:
+        """How the update reads gradients; see `PlainRunner.gradient_at`."""
         connected = self.program.trained.connected
-        return self._source({s: dict(zip(connected, one)) for s, one in enumerate(results)})
+        found = {s: dict(zip(connected, one)) for s, one in enumerate(results)}
+        return self._source(found).joined(once)
 
     def _source(self, gradients: Mapping[int, Mapping[int, Sequence[Any]]]) -> SliceGradients:
         storage = self.inputs.storage

@@ -12,7 +12,7 @@ from typing import Any
 
 from kdist.graphs.instantiation import instantiated_cheaply
 from kdist.optimizer.gather import Gatherer
-from kdist.optimizer.gradients import GradientSource
+from kdist.optimizer.slice_gradients import SliceGradients
 from kdist.pipeline.communication import Receive, Send
 from kdist.pipeline.instructions import (
     Await,
@@ -169,7 +169,7 @@ class PipelineRun:
         for r in range(len(self.flows)):
             self._chain(r, one.stage).wait(one.weights)
 
-    def reduce(self, begin: Begin, source: GradientSource, connected: Sequence[int]) -> None:
+    def reduce(self, begin: Begin, source: SliceGradients, connected: Sequence[int]) -> None:
         """Sums the gradients of a pass that has been written, in the order of its work."""
         reduction = begin(source, connected)
         complete: set[int] = set()

@@ -12,14 +12,14 @@ import contextlib
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 from kdist.dtensor.lowered import Collective
 from kdist.dtensor.lowered_program import Island
 from kdist.dtensor.retraced import Settled
 from kdist.optimizer.gather import Gatherer, gather_groups
-from kdist.optimizer.gradients import GradientSource
+from kdist.optimizer.slice_gradients import SliceGradients
 from kdist.pipeline.check_work import check_work
 from kdist.pipeline.schedule import Schedule
 from kdist.pipeline.work import Work, work_of
@@ -118,7 +118,7 @@ class PipelineRunner:
         """Has the gradients summed as their stages complete them."""
         connected = self.program.trained.connected
         if begin is not None and connected:
-            run.reduce(begin, self.gradient_at(gradients), connected)
+            run.reduce(begin, self.gradient_at(gradients, {}), connected)
 
     def losses(self, batch: SplitBatch) -> list[SliceResult]:
         """Loss and outputs of every replica, in inference mode."""
@@ -318,10 +318,10 @@ class PipelineRunner:
         variable = (*state.params, *state.carried)[position]
         return value_at(state, variable, self.topology, self.topology.slice_number(0, replica))
 
-    def gradient_at(self, results: Sequence[Any]) -> GradientSource:
+    def gradient_at(self, results: Sequence[Any], once: Mapping[int, Any]) -> SliceGradients:
         """How the update reads gradients; see `PlainRunner.gradient_at`."""
         found = {s: gradients for replica in results for s, gradients in replica.items()}
-        return self.backend.source(found, self.program.trained.rows)
+        return self.backend.source(found, self.program.trained.rows).joined(once)
 
     def recorded(self) -> list[Collective]:
         """Collectives of the lowered functions of one replica, each function once."""

@@ -297,16 +297,18 @@ class PlainRunner:
                 found.append(pull(*given))
         return found
 
-    def gradient_at(self, results: Sequence[Sequence[Any]]) -> SliceGradients:
+    def gradient_at(
+        self, results: Sequence[Sequence[Any]], once: Mapping[int, Any]
+    ) -> SliceGradients:
         """How the update reads gradients.
 
         Args:
             results: Per slice, the gradients of the connected variables.
+            once: Those that are there once for all slices; see `SliceGradients`.
         """
         connected = self.program.trained.connected
-        return self._source(
-            {s: {v: [g] for v, g in zip(connected, one)} for s, one in enumerate(results)}
-        )
+        found = {s: {v: [g] for v, g in zip(connected, one)} for s, one in enumerate(results)}
+        return self._source(found).joined(once)
 
     def _source(self, gradients: Mapping[int, Mapping[int, Sequence[Any]]]) -> SliceGradients:
         rows, devices = self.program.trained.rows, [[device] for device in self.devices]

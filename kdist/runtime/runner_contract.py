@@ -6,15 +6,15 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kdist.optimizer.gradients import GradientSource
 from kdist.optimizer.reduction import Reduction
+from kdist.optimizer.slice_gradients import SliceGradients
 from kdist.program.batch import SplitBatch, share_of
 from kdist.program.loss import has_rows
 from kdist.program.step_result import SliceResult
 
 import tensorflow as tf
 
-Begin = Callable[[GradientSource, Sequence[int]], Reduction]
+Begin = Callable[[SliceGradients, Sequence[int]], Reduction]
 """Begins the reduction of the gradients that a source will have, of some trainable variables."""
 
 

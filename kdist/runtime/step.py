@@ -202,9 +202,7 @@ class Step:
 
     def _source(self, result: StepResult) -> GradientSource:
         """Where the update reads the gradients."""
-        source: GradientSource = self.runner.gradient_at([one.gradients for one in result.slices])
-        source.once = result.once  # type: ignore[attr-defined]
-        return source
+        return self.runner.gradient_at([one.gradients for one in result.slices], result.once)
 
     def gradients(self, data: Any, compress: bool = True) -> TrainingPass:
         """Loss and whole gradients of a global batch, for the user's own loop.

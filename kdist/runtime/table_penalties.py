@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kdist._compat import keras_trainer
-from kdist.optimizer.gradients import GradientSource
 from kdist.optimizer.reduction import Reduction
+from kdist.optimizer.slice_gradients import SliceGradients, by_position
 from kdist.program.fetched_tables import FetchedTables
 from kdist.program.looked_up import LookedUp
 from kdist.program.loss_parts import LossParts, merged, penalty_name
@@ -42,10 +42,9 @@ class TablePenalties:
         if begin is None or not self.gradients:
             return begin
 
-        def joined(source: GradientSource, connected: Sequence[int]) -> Reduction:
-            once = getattr(source, "once", {})
-            source.once = _summed(once, self.gradients)  # type: ignore[attr-defined]
-            return begin(source, sorted({*connected, *self.gradients}))
+        def joined(source: SliceGradients, connected: Sequence[int]) -> Reduction:
+            every = sorted({*connected, *self.gradients})
+            return begin(source.joined(self.gradients), every)
 
         return joined
 
@@ -60,16 +59,8 @@ class TablePenalties:
             result,
             loss=result.loss + tf.cast(total, result.loss.dtype),
             slices=[first, *result.slices[1:]],
-            once=_summed(result.once, self.gradients),
+            once=by_position(result.once, self.gradients),
         )
-
-
-def _summed(some: Mapping[int, Any], others: Mapping[int, Any]) -> dict[int, Any]:
-    """Gradients by position, added where both have one."""
-    found = dict(some)
-    for v, gradient in others.items():
-        found[v] = found[v] + gradient if v in found else gradient
-    return found
 
 
 BY_ELEMENT = (keras.regularizers.L1, keras.regularizers.L2, keras.regularizers.L1L2)

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from kdist._compat import keras_models, keras_trainer
-from kdist.optimizer.gradients import GradientSource
 from kdist.optimizer.reduction import Reduction
+from kdist.optimizer.slice_gradients import SliceGradients
 from kdist.program.batch import SplitBatch, join
 from kdist.program.forward_scope import ForwardScope
 from kdist.program.loss_parts import LossParts, compute_loss
@@ -70,10 +70,9 @@ class WholeLossStep(Step):
         collected = self.runner.record(batch, self._coming(batch))
         back = self._pulled(collected, batch, scale)
 
-        def with_once(source: GradientSource, connected: Sequence[int]) -> Reduction:
+        def with_once(source: SliceGradients, connected: Sequence[int]) -> Reduction:
             assert begin is not None
-            source.once = back.once  # type: ignore[attr-defined]
-            return begin(source, sorted({*connected, *back.once}))
+            return begin(source.joined(back.once), sorted({*connected, *back.once}))
 
         gradients = self.runner.pull_back(
             collected, back.cotangents, back.added, None if begin is None else with_once
