@@ -34,6 +34,7 @@ from kdist.runtime.pipeline_runner import PipelineRunner
 from kdist.runtime.pipeline_step import PipelineStep
 from kdist.runtime.plain_runner import PlainRunner
 from kdist.runtime.recorder import Recorder
+from kdist.runtime.runner_contract import Runner
 from kdist.runtime.step import Step
 from kdist.runtime.whole_loss import WholeLossPipelineStep, WholeLossStep
 from kdist.stages.pipeline_program import PipelineProgram
@@ -322,7 +323,7 @@ class SteppedModel(PlannedModel):
         """Steps on one DTensor mesh per slice."""
         return self._step(True, self.mesh_runner())
 
-    def _step(self, mesh: bool, runner: Any) -> Any:
+    def _step(self, mesh: bool, runner: Runner) -> Any:
         staged = isinstance(self.program, PipelineProgram)
         return STEPS[mesh, staged, bool(self.whole_loss)](self, runner)
 

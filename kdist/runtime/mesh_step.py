@@ -24,7 +24,7 @@ from kdist.runtime.in_loop import in_loop
 from kdist.runtime.in_place import InPlace
 from kdist.runtime.keras_contract import one_after_the_other, single_steps, without_optionals
 from kdist.runtime.pipeline_step import PipelineStep
-from kdist.runtime.runner_contract import Begin
+from kdist.runtime.runner_contract import Begin, LoweredLossRunner, LoweredRunner, StagesRunner
 from kdist.runtime.step import Step
 from kdist.runtime.taken import Taken
 from kdist.runtime.whole_loss import WholeLossPipelineStep, WholeLossStep
@@ -38,6 +38,8 @@ SHOWN_RESULTS = ("terms", "loss_parts", "outputs")
 
 class MeshStep(Step):
     """The steps of one compiled model whose slices have inner axes; see `Step`."""
+
+    runner: LoweredRunner
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -105,6 +107,8 @@ class MeshStep(Step):
 class MeshPipelineStep(MeshStep, PipelineStep):
     """The steps of a pipeline whose stages have inner axes."""
 
+    runner: StagesRunner
+
     @property
     def micro_batches(self) -> int:
         """See `MeshStep`."""
@@ -114,9 +118,13 @@ class MeshPipelineStep(MeshStep, PipelineStep):
 class WholeLossMeshStep(WholeLossStep, MeshStep):
     """The steps of a model over inner axes whose loss is computed over the whole batch."""
 
+    runner: LoweredLossRunner
+
 
 class WholeLossMeshPipelineStep(WholeLossPipelineStep, MeshPipelineStep):
     """The same of a pipeline."""
+
+    runner: StagesRunner
 
 
 def as_tensors(data: Any) -> Any:

@@ -7,6 +7,7 @@ from typing import Any
 
 from kdist.program.batch import SplitBatch
 from kdist.program.state import combine
+from kdist.runtime.runner_contract import StagesRunner
 from kdist.runtime.step import Step
 from kdist.storage.variables import stored
 
@@ -15,6 +16,8 @@ import tensorflow as tf
 
 class PipelineStep(Step):
     """Train, test and predict steps over stages."""
+
+    runner: StagesRunner
 
     def _parts(self, batch: SplitBatch) -> Sequence[Sequence[Any]]:
         return self.runner.micro_batches(batch).parts

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
+from kdist.dtensor.lowered import Collective
 from kdist.optimizer.reduction import Reduction
 from kdist.optimizer.slice_gradients import SliceGradients
+from kdist.optimizer.update import DistributedUpdate
+from kdist.pipeline.schedule import Schedule
 from kdist.program.batch import SplitBatch, share_of
 from kdist.program.loss import has_rows
+from kdist.program.program import Program
 from kdist.program.step_result import SliceResult
+from kdist.runtime.micro_batches import MicroBatches
+from kdist.sharding.mesh import Topology
+from kdist.storage.constant_ids import ConstantIds
+from kdist.storage.variables import Stored
 
 import tensorflow as tf
 
@@ -78,6 +87,120 @@ class Coming:
             [one[:end] for one, end in zip(found, ends)],
             [one[end:] for one, end in zip(found, ends)],
         )
+
+
+class Runner(Protocol):
+    """Computes what each slice, or replica of a pipeline, gives to a step."""
+
+    @property
+    def entries(self) -> Sequence[Stored]:
+        """`Stored` of each trainable variable."""
+
+    @property
+    def devices(self) -> list[str]:
+        """The device on which each one's outputs are."""
+
+    def gradients(
+        self, batch: SplitBatch, scale: Any, begin: Begin | None = None
+    ) -> list[SliceResult]:
+        """Loss and gradients, in training mode; `begin` begins their reduction while they come."""
+
+    def losses(self, batch: SplitBatch) -> list[SliceResult]:
+        """Loss and outputs, in inference mode."""
+
+    def outputs(self, batch: SplitBatch) -> list[SliceResult]:
+        """Outputs alone, in inference mode."""
+
+    def gradient_at(self, results: Sequence[Any], once: Mapping[int, Any]) -> SliceGradients:
+        """How the update reads gradients; `once` are those that are there once for all slices."""
+
+
+class WholeLossRunner(Runner, Protocol):
+    """One whose passes leave the loss to the step; see `PlainRunner`."""
+
+    @property
+    def by_tape(self) -> bool:
+        """Whether a tape records forward passes, so that any gradient may come back."""
+
+    def collect(self, batch: SplitBatch, training: bool) -> Collected:
+        """Forward passes without a loss."""
+
+    def record(self, batch: SplitBatch, coming: Coming | None) -> Collected:
+        """Forward passes through which gradients come back."""
+
+    def pull_back(
+        self,
+        collected: Collected,
+        cotangents: Sequence[Sequence[Any]],
+        added: Sequence[Sequence[Any]],
+        begin: Begin | None = None,
+    ) -> list[Any]:
+        """Gradients of every slice, given those of the parts that `record` returned."""
+
+    def coming(
+        self,
+        collected: Collected,
+        cotangents: Sequence[Sequence[Any]],
+        added: Sequence[Sequence[Any]],
+    ) -> Coming:
+        """What such gradients are like."""
+
+    def aside(self) -> contextlib.AbstractContextManager[None]:
+        """Around a trace of passes that never run."""
+
+
+class LoweredRunner(Runner, Protocol):
+    """One of programs that DTensor has lowered."""
+
+    def recorded(self) -> Sequence[Collective]:
+        """Their collectives."""
+
+
+class LoweredLossRunner(WholeLossRunner, LoweredRunner, Protocol):
+    """One of such programs, which leaves the loss to the step."""
+
+
+class StagesRunner(LoweredLossRunner, Protocol):
+    """One of a pipeline's stages, whatever these run on and wherever the loss is."""
+
+    schedule: Schedule
+
+    def micro_batches(self, batch: SplitBatch) -> MicroBatches:
+        """A batch as the stages take it."""
+
+
+class Parallel(Protocol):
+    """A model's compiled state, as steps use it: `kdist.api.stepped_model.SteppedModel`."""
+
+    model: Any
+    program: Program | None
+    topology: Topology
+    compute: Topology
+    update: DistributedUpdate | None
+
+    @property
+    def constant_ids(self) -> ConstantIds:
+        """What the model looks up whatever the batch holds."""
+
+    @property
+    def whole_loss(self) -> str:
+        """Why the loss is computed over the whole batch, "" if it is not."""
+
+    @property
+    def steps_together(self) -> int:
+        """How many steps of a loop are one graph."""
+
+    def warn_once(self, note: str) -> None:
+        """Warns of something, once."""
+
+    def warn_idle(self) -> None:
+        """Warns of axes that cut nothing."""
+
+    def tell_barriers(self, where: str) -> None:
+        """Says where processes wait for each other."""
+
+    def tell_crossed(self, collectives: Sequence[Collective]) -> None:
+        """Says which inner axes cross processes."""
 
 
 def row_shares(batch: SplitBatch) -> list[Any]:

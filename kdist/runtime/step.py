@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 from kdist.display.warn import warn
 from kdist.graphs.instantiation import prepared_cheaply
@@ -28,7 +28,7 @@ from kdist.program.step_result import SliceResult, StepResult
 from kdist.program.training_pass import TrainingPass
 from kdist.runtime import metrics
 from kdist.runtime.loss_terms import OVERRIDDEN
-from kdist.runtime.runner_contract import Begin
+from kdist.runtime.runner_contract import Begin, Parallel, Runner
 from kdist.runtime.table_penalties import TablePenalties, table_penalties
 from kdist.sharding.mesh import Topology
 from kdist.sharding.owners import UpdateUnit
@@ -50,7 +50,8 @@ class Step:
         runner: Computes per slice (see `kdist.runtime.plain_runner.PlainRunner`).
     """
 
-    def __init__(self, parallel: Any, runner: Any) -> None:
+    def __init__(self, parallel: Parallel, runner: Runner) -> None:
+        assert parallel.program is not None
         self.parallel = parallel
         self.model: keras.Model = parallel.model
         self.program: Program = parallel.program
@@ -61,7 +62,8 @@ class Step:
     @property
     def update(self) -> DistributedUpdate:
         """Applies gradients; there once the model trains, if it has trainable weights."""
-        return self.parallel.update
+        # None before: who may come then asks.
+        return cast(DistributedUpdate, self.parallel.update)
 
     def prepared(self) -> contextlib.AbstractContextManager[None]:
         """Meanwhile, what runs for the first time is prepared as the graph of a step is."""

@@ -30,7 +30,14 @@ from kdist.runtime.called_by_loss import note, noting_calls
 from kdist.runtime.loss_terms import OVERRIDDEN
 from kdist.runtime.metrics import join_masks
 from kdist.runtime.pipeline_step import PipelineStep
-from kdist.runtime.runner_contract import Begin, Collected, Coming, layer_weights
+from kdist.runtime.runner_contract import (
+    Begin,
+    Collected,
+    Coming,
+    StagesRunner,
+    WholeLossRunner,
+    layer_weights,
+)
 from kdist.runtime.step import Step
 
 import keras
@@ -63,6 +70,8 @@ class WholeLossStep(Step):
 
     The first slice's result has all parts of the loss, compiled losses among them.
     """
+
+    runner: WholeLossRunner
 
     def _differentiated(
         self, batch: SplitBatch, scale: Any, begin: Begin | None = None
@@ -197,6 +206,8 @@ class WholeLossStep(Step):
 
 class WholeLossPipelineStep(WholeLossStep, PipelineStep):
     """The steps of a pipeline whose loss is computed over the whole batch."""
+
+    runner: StagesRunner
 
 
 def _has_gradient(made: Any) -> bool:
