@@ -35,6 +35,7 @@ from kdist.runtime.pipeline_step import PipelineStep
 from kdist.runtime.plain_runner import PlainRunner
 from kdist.runtime.recorder import Recorder
 from kdist.runtime.runner_contract import Runner
+from kdist.runtime.stage_backend import StageBackend
 from kdist.runtime.step import Step
 from kdist.runtime.whole_loss import WholeLossPipelineStep, WholeLossStep
 from kdist.stages.pipeline_program import PipelineProgram
@@ -360,7 +361,7 @@ class SteppedModel(PlannedModel):
                 )
         return self._mesh_runner
 
-    def _pipeline(self, program: PipelineProgram, backend: Any) -> PipelineRunner:
+    def _pipeline(self, program: PipelineProgram, backend: StageBackend) -> PipelineRunner:
         """Runs the stages on one kind of slice."""
         return PipelineRunner(
             program,

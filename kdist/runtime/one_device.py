@@ -51,7 +51,7 @@ class OneDevice:
         idle: Axes that cut nothing, which could.
     """
 
-    exact, draws_alike = False, True
+    exact, draws_alike, gather_first = False, True, False
     idle: Sequence[WithoutEffect] = ()
 
     def __init__(
@@ -169,6 +169,10 @@ class OneDevice:
         """How the update reads gradients: per slice and trainable variable, one per device."""
         found = {self._places[s]: of for s, of in gradients.items()}
         return SliceGradients(found, rows, self.entries, self.storage_devices)
+
+    def gathered_paths(self) -> list[str]:
+        """None: see `InnerAxes.gathered_paths`."""
+        return []
 
 
 class Part:

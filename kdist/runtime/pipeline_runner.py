@@ -37,6 +37,7 @@ from kdist.runtime.pipeline_run import PipelineRun
 from kdist.runtime.plain_runner import PlainRunner
 from kdist.runtime.recorder import Recorder
 from kdist.runtime.runner_contract import Begin, Collected, Coming, loss_factor
+from kdist.runtime.stage_backend import StageBackend
 from kdist.sharding.mesh import Topology
 from kdist.stages.functions import Pass, StageFunctions, Unused
 from kdist.stages.leaves import general
@@ -79,7 +80,7 @@ class PipelineRunner:
         program: PipelineProgram,
         entries: Sequence[Stored],
         topology: Topology,
-        backend: Any,
+        backend: StageBackend,
         recorder: Callable[[], Recorder | None] = lambda: None,
         *,
         want_outputs: bool,

@@ -12,6 +12,7 @@ parameters, [from the stage before][masks][state][inputs of the model][loss data
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
@@ -27,6 +28,7 @@ from kdist.program.program import Program
 from kdist.stages.leaves import leaves, rebuild
 from kdist.stages.stages import StagedModel
 from kdist.stages.walk import walk
+from kdist.storage.variables import Stored
 
 import keras
 import tensorflow as tf
@@ -34,13 +36,34 @@ from keras import ops
 
 
 class Backend(Protocol):
-    """How the values of a stage are laid out, as far as tracing it is concerned.
+    """What a stage runs on, as far as tracing it is concerned.
 
     Attributes:
         draws_alike: Whether an operation draws the same random numbers in the backward function.
+        gather_first: Whether gradients are gathered before they are cut.
+        entries: `Stored` of each of `ModelState.params`.
     """
 
     draws_alike: bool
+    gather_first: bool
+    entries: list[Stored]
+
+    @property
+    def functions(self) -> Any:
+        """The class of the functions of a virtual stage."""
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether the devices of a slice read what one of them made where it lies."""
+
+    def devices(self, s: int) -> Sequence[str]:
+        """Where slice `s` computes."""
+
+    def tracing(self) -> contextlib.AbstractContextManager[None]:
+        """Around the trace of a stage."""
+
+    def part(self, concrete: Any, late: Sequence[int] = (), turns: Mapping[str, int] = ...) -> Any:
+        """A concrete function of a stage, to call with a slice and tensors."""
 
     def taken(self, variable: keras.Variable, value: Any) -> Any:
         """A variable's value as operations take it."""

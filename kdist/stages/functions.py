@@ -11,7 +11,7 @@ from kdist.dtensor.sharded import each
 from kdist.pipeline.work import WeightUse
 from kdist.program.pruning import run_effects
 from kdist.program.vjp import CapturesVariables
-from kdist.stages.body import StageBody, StageInput, StageOutput
+from kdist.stages.body import Backend, StageBody, StageInput, StageOutput
 from kdist.stages.halves import StageVjp
 from kdist.stages.leaves import leaves, specs
 from kdist.stages.lowered import UNKNOWN, Known
@@ -105,7 +105,7 @@ class StageFunctions:
         body: StageBody,
         example: StageInput,
         wanted: Pass,
-        backend: Any,
+        backend: Backend,
         rows: tuple[int, int] | None = None,
         known: Known = UNKNOWN,
         left_out: Collection[int] = (),

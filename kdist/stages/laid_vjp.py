@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kdist.program.vjp import PureFunction, Vjp
+from kdist.stages.body import Backend
 from kdist.storage import sparse
 from kdist.storage.overwritten import refuse_added
 from kdist.storage.sparse import LookUp
@@ -34,7 +35,7 @@ class LaidVjp(Vjp):
         inputs: Sequence[tf.TensorSpec],
         wrap: Callable[..., Callable],
         *,
-        backend: Any,
+        backend: Backend,
         positions: Sequence[int],
         trained: int,
         of_batch: Callable[[int], bool],

@@ -11,7 +11,7 @@ from kdist.dtensor.call import MAX_SHAPES
 from kdist.dtensor.retraced import Retrace
 from kdist.dtensor.signatures import apart_from_rows
 from kdist.program.again import nodes_again, refuse_short
-from kdist.stages.body import StageBody, StageInput
+from kdist.stages.body import Backend, StageBody, StageInput
 from kdist.stages.functions import Pass, StageFunctions
 from kdist.stages.halves import DevicePeak
 from kdist.stages.lowered import UNKNOWN, Known
@@ -30,7 +30,7 @@ class StagePrograms:
         backend: What runs the functions: `OneDevice` or `InnerAxes`.
     """
 
-    def __init__(self, program: PipelineProgram, backend: Any) -> None:
+    def __init__(self, program: PipelineProgram, backend: Backend) -> None:
         self.program, self.backend = program, backend
         self.staged = program.staged
         count = self.staged.schedule.virtual_stages
