@@ -43,6 +43,23 @@ class Same:
         return id(self.value)
 
 
+class Equal:
+    """An object that says itself what it equals; nothing, where it cannot say."""
+
+    def __init__(self, value: Any) -> None:
+        self.value, self._hash = value, hash(value)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Equal) or type(other.value) is not type(self.value):
+            return False
+        with contextlib.suppress(Exception):  # whatever the user's own comparison raises
+            return other.value is self.value or bool(self.value == other.value)
+        return False
+
+    def __hash__(self) -> int:
+        return self._hash
+
+
 def attributes_of(layers: Iterable[keras.Layer]) -> Hashable:
     """What attributes of layers are like, but for those that Keras itself keeps in every model.
 
@@ -93,8 +110,9 @@ def _own_object(value: Any, depth: int) -> Hashable:
         return (Same(value), *_around(value, depth - 1))
     if isinstance(value, _THEMSELVES):
         return Same(value)
-    if _says_what_it_equals(value):
-        return (kind, value)
+    if kind.__hash__ not in (None, object.__hash__):
+        with contextlib.suppress(TypeError):  # of a class that has a hash, but not always
+            return Equal(value)
     if _of_library(kind.__module__) or not hasattr(value, "__dict__"):
         return Same(value)
     return (Same(value), alike(vars(value), depth - 1))
@@ -114,14 +132,3 @@ def _around(function: types.FunctionType, depth: int) -> Iterator[Hashable]:
 
 def _of_library(module: str) -> bool:
     return module.partition(".")[0] in _OF_LIBRARIES
-
-
-def _says_what_it_equals(value: Any) -> bool:
-    """Whether an object, which can be a key, has a hash of its own."""
-    if type(value).__hash__ in (None, object.__hash__):
-        return False
-    try:
-        hash(value)
-    except TypeError:  # of a class that has one, but not always
-        return False
-    return True

@@ -91,6 +91,19 @@ def test_what_has_no_hash(make: Any) -> None:
     hash(alike({"held": [one]}))
 
 
+def test_an_object_that_cannot_say_what_it_equals_equals_itself() -> None:
+    class Arrays:
+        def __eq__(self, other: object) -> Any:
+            return np.arange(2) == np.arange(2)
+
+        def __hash__(self) -> int:
+            return 0
+
+    one, other = Arrays(), Arrays()
+    assert {alike(one): 1}[alike(one)] == 1
+    assert alike(one) != alike(other)
+
+
 def test_large_containers_are_themselves() -> None:
     words = [str(n) for n in range(100_000)]
     assert alike(words) == alike(words) != alike([*words])
