@@ -123,9 +123,9 @@ ROWS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "pipe2 data2 model2 in halves": ({"pipe": 2, "data": 2, "model": 2}, {**HALVES, **CUT}),
     "pipe2 data2 model2": ({"pipe": 2, "data": 2, "model": 2}, {**STAGES, **CUT, **AGAIN}),
 }
-QUICK = [("_adapted", "data2 model2")]
+QUICK = [("_tuned", "data4")]
 WIDE = [
-    ("_tuned", "data4"),
+    ("_adapted", "data2 model2"),
     ("_tuned", "data3 by owner"),
     ("_tuned", "data2 model2"),
     ("_tuned", "whole batch"),
