@@ -18,6 +18,6 @@ def warn(text: str) -> None:
         text: What to say.
     """
     frame, level = sys._getframe(1), 2
-    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in _OURS:
+    while frame.f_back and (frame.f_globals.get("__name__") or "").partition(".")[0] in _OURS:
         frame, level = frame.f_back, level + 1
     warnings.warn(text, stacklevel=level)
