@@ -166,10 +166,14 @@ def call_of(layer: keras.Layer) -> Any:
 
 
 @functools.cache
-def kept_in_every() -> frozenset[str]:
-    """Names of attributes that say nothing of one layer: Keras keeps them in every one."""
-    kept = {*vars(keras.Model()), *vars(keras.Layer()), "call"}
-    return frozenset(kept - {"activity_regularizer", "_dtype_policy", "_supports_masking"})
+def kept_of_calls() -> frozenset[str]:
+    """Names of attributes in which every Keras layer keeps what it was called with and made.
+
+    And of `call` itself. Its settings, as `autocast`, are not among them.
+    """
+    settings = {"activity_regularizer", "autocast", "_dtype_policy", "_supports_masking"}
+    settings |= {"_convert_input_args", "_allow_non_tensor_positional_args", "_remat_mode"}
+    return frozenset({*vars(keras.Layer()), "call"} - settings)
 
 
 def give_call(layer: keras.Layer, call: Any) -> None:

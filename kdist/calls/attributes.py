@@ -61,7 +61,7 @@ class Equal:
 
 
 def attributes_of(layers: Iterable[keras.Layer]) -> Hashable:
-    """What attributes of layers are like, but for those that Keras itself keeps in every model.
+    """What attributes of layers are like, but for those in which Keras notes their calls.
 
     Args:
         layers: The layers of a call.
@@ -70,10 +70,10 @@ def attributes_of(layers: Iterable[keras.Layer]) -> Hashable:
         Equal for equal attributes: numbers and texts by value, lists and the user's own objects by
         what they hold, functions by what they read from around them, all else by identity.
     """
-    every = keras_models.kept_in_every()
+    noted = keras_models.kept_of_calls()
 
     def of(one: keras.Layer) -> Hashable:
-        held = ((n, v) for n, v in vars(one).items() if n not in every and v is not None)
+        held = ((n, v) for n, v in vars(one).items() if n not in noted and v is not None)
         return (alike(type(one).call), *((name, alike(value)) for name, value in held))
 
     return tuple(map(of, layers))

@@ -266,10 +266,12 @@ def test_synchronizes():
     assert found == [False, True]
 
 
-def test_kept_in_every():
+def test_kept_of_calls():
     """What says how one computes is not among them, and is there to be looked at."""
     layer = keras.layers.Dense(2, activity_regularizer="l2", dtype="mixed_bfloat16")
     layer.supports_masking = False
-    told = set(vars(layer)) - keras_models.kept_in_every()
+    told = set(vars(layer)) - keras_models.kept_of_calls()
     assert {"activity_regularizer", "_dtype_policy", "_supports_masking", "units"} <= told
-    assert {"_layers", "_losses", "built", "call"} <= keras_models.kept_in_every()
+    assert {"autocast", "_remat_mode", "_convert_input_args"} <= told
+    assert "loss" not in keras_models.kept_of_calls()  # which a layer of the user's may have
+    assert {"_layers", "_losses", "built", "call"} <= keras_models.kept_of_calls()

@@ -124,6 +124,8 @@ def test_an_object_that_is_gone_is_not_taken_for_another() -> None:
         ("activity_regularizer", keras.regularizers.L2(0.1)),
         ("mine", {"a": [1]}),
         ("_mine", 1.0),
+        ("loss", "mse"),
+        ("autocast", False),
     ],
 )
 def test_attributes_of_layers(name: str, value: Any) -> None:
@@ -180,6 +182,17 @@ class Deeper(Switched):
 ON = True
 
 
+class NamedAsOfModels(Switched):
+    """An attribute of a name that Keras has in models."""
+
+    def call(self, inputs: Any, training: Any = None, mask: Any = None) -> Any:
+        made = super().call(inputs, training=training, mask=mask)
+        return 1.5 * made if self.loss == "on" else made
+
+    def switch(self, on: bool) -> None:
+        self.loss = "on" if on else "off"
+
+
 class Global(Switched):
     """A number of the module that `call` reads."""
 
@@ -230,7 +243,7 @@ class Meeting(Switched):
         self.apart = on
 
 
-@pytest.mark.parametrize("kind", [Activation, Deeper, Given, Global])
+@pytest.mark.parametrize("kind", [Activation, Deeper, Given, NamedAsOfModels, Global])
 @pytest.mark.parametrize("axes", MESHES, ids=IDS)
 def test_each_call_does_what_it_finds(axes: dict[str, int], kind: type) -> None:
     models = pair(axes, kind)

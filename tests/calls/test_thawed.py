@@ -94,6 +94,38 @@ def test_compile_has_functions_train_what_trains_by_then() -> None:
     np.testing.assert_array_equal(up.kernel.numpy(), before)
 
 
+@both_meshes
+def test_a_step_that_freezes_within_goes_on_beside_one_that_thaws(axes: Any) -> None:
+    """Its function is made anew for the thawed layer; what the user has set since stays."""
+    x, y = map(tf.constant, batch(8))
+    models, losses, flags = two(axes, 0), [], []
+    for model in models:
+        up, mid = model.get_layer("up"), model.get_layer("mid")
+        optimizer = model.optimizer
+        optimizer.build(model.trainable_variables)
+
+        def toggled(x: Any, y: Any, model: Any = model, up: Any = up, optimizer: Any = optimizer):
+            up.trainable = False
+            with tf.GradientTape() as tape:
+                loss = keras.ops.mean((model(x, training=True) - y) ** 2)
+            weights = model.trainable_variables
+            optimizer.apply(tape.gradient(loss, weights), weights)
+            up.trainable = True
+            return loss
+
+        mid.trainable = False
+        first = tf.function(toggled) if model is models[0] else kdist.function(toggled, model)
+        found = [first(x, y)]
+        up.trainable, mid.trainable = False, True
+        second = stepped(model, optimizer)
+        found += [second(x, y), first(x, y), second(x, y)]
+        losses.append([float(one) for one in found])
+        flags.append((up.trainable, mid.trainable))
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-9)
+    assert flags[0] == flags[1]
+    same(models)
+
+
 class FreezesWithin(Own):
     """Freezes a layer before its optimizer is first applied, and thaws it."""
 

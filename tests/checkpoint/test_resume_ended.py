@@ -7,9 +7,10 @@ from kdist.checkpoint import directory as directories
 
 import keras
 import numpy as np
+import pytest
 
 from ..cluster.stopping import Stopped
-from .runs import STEPS, build, run
+from .runs import STEPS, build, run, source
 
 
 def test_the_end_of_training_is_saved_whatever_the_step(tmp_path):
@@ -24,6 +25,26 @@ def test_the_end_of_training_is_saved_whatever_the_step(tmp_path):
     second = run(again, saver, "arrays")
     assert int(again.optimizer.iterations) == 3 * STEPS
     assert second["history"] == whole["history"]
+
+
+class StopAtTheEnd(keras.callbacks.Callback):
+    """Stops training as its second epoch ends, as `EarlyStopping` does."""
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.model.stop_training = epoch == 1
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_so_is_the_end_of_a_run_that_another_callback_stops(tmp_path, first):
+    model, rows = build({"data": 2}, 1), source("arrays")
+    calls = [ShardedCheckpoint(tmp_path, every_steps=STEPS - 1), StopAtTheEnd()]
+    model.fit(**rows, epochs=5, verbose=0, callbacks=calls if first else calls[::-1])
+    newest = directories.folders(tmp_path)[-1]
+    assert directories.step_of(newest) == int(model.optimizer.iterations) == 2 * STEPS
+    again = build({"data": 2}, 1)
+    saver = ShardedCheckpoint(tmp_path, every_steps=STEPS - 1, resume=True)
+    again.fit(**rows, epochs=5, verbose=0, callbacks=[saver])
+    assert int(again.optimizer.iterations) == 2 * STEPS
 
 
 class StopWithin(keras.callbacks.Callback):
