@@ -16,7 +16,7 @@ from typing import Any
 
 import kdist
 from kdist.comm import Group, calibration
-from kdist.comm.host import HostCost, Work
+from kdist.comm.host import HostCost, HostWork
 from kdist.comm.measure import Measurement, measure
 
 import results_file
@@ -37,7 +37,7 @@ flags.DEFINE_list("algorithms", ["direct", "ring", "tree"], "their algorithms")
 flags.DEFINE_list("sizes", [str(1 << n) for n in (10, 13, 16, 19, 22, 24, 26)], "bytes")
 
 
-def measured() -> tuple[list[list[tuple[Work, float]]], list[list[Measurement]]]:
+def measured() -> tuple[list[list[tuple[HostWork, float]]], list[list[Measurement]]]:
     """Calibration programs, and collectives, of each round."""
     group = Group.of(kdist.mesh(data=FLAGS.devices), "data")
     calibrated, collectives = [], []

@@ -55,7 +55,7 @@ class PipelineTimeline(keras.callbacks.Callback):
     def set_model(self, model: keras.Model) -> None:
         """Attaches to the model before its training function is made."""
         from kdist.api.attached import attached
-        from kdist.runtime.recorder import Recorder
+        from kdist.runtime.recorder import TimelineRecorder
 
         super().set_model(model)
         parallel = attached(model)
@@ -66,7 +66,7 @@ class PipelineTimeline(keras.callbacks.Callback):
                 f"ParallelConfig(pipeline=...)), and a replica below {replicas}. "
                 f"Received: model={model.name!r}, replica={self.replica}"
             )
-        self._recorder = parallel.recorder = Recorder()
+        self._recorder = parallel.recorder = TimelineRecorder()
         model.train_function = None
 
     def on_epoch_end(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:

@@ -26,8 +26,8 @@ from kdist.checkpoint.keras_description import KnownPlaces
 from kdist.checkpoint.manifest import DamagedError, Manifest
 from kdist.checkpoint.monitored import Monitored
 from kdist.checkpoint.position import (
-    Position,
     ResumingCallbacks,
+    SavedPosition,
     can_begin_again,
     check_data,
     check_execution,
@@ -107,7 +107,7 @@ class ShardedCheckpoint(keras.callbacks.Callback):
         self.restored: Restored | None = None
         """The checkpoint that the last `fit` went on from."""
         self._writer = BackgroundWriter()
-        self._position: Position | None = None
+        self._position: SavedPosition | None = None
         self._others: list[keras.callbacks.Callback] = []
         self._states: CallbackStates | None = None
         self._due = False
@@ -143,7 +143,7 @@ class ShardedCheckpoint(keras.callbacks.Callback):
         self._monitored.begin(tuple(progress.get("best", self._monitored.best)))
         self._before = self._steps_before(model)
         source, arguments = source_of(arguments, self._seed)
-        position = Position(source, total=progress.get("total", 0))
+        position = SavedPosition(source, total=progress.get("total", 0))
         steps = arguments.get("steps_per_epoch") or source.steps
         check_execution(progress.get("batch", 0), model.steps_per_execution, steps)
         epoch, batch = self._first(position, progress, arguments, steps)
@@ -174,7 +174,11 @@ class ShardedCheckpoint(keras.callbacks.Callback):
         return {**arguments, "callbacks": callbacks}
 
     def _first(
-        self, position: Position, progress: dict[str, Any], arguments: dict[str, Any], steps: Any
+        self,
+        position: SavedPosition,
+        progress: dict[str, Any],
+        arguments: dict[str, Any],
+        steps: Any,
     ) -> tuple[int, int]:
         """The epoch to begin with, and how many batches of it are done.
 

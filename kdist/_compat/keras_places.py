@@ -34,7 +34,7 @@ LORA = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Product:
+class AddedProduct:
     """What is added to a weight before it is stored: `factor * matmul(a, b)`.
 
     Attributes:
@@ -63,7 +63,7 @@ class Places:
 
     found: Mapping[str, Any]
     names: Mapping[str, str]
-    added: Mapping[str, Product]
+    added: Mapping[str, AddedProduct]
     assets: bytes
     no_assets: str
     layers: Mapping[str, Any]
@@ -127,7 +127,7 @@ def places(model: keras.Model) -> Places:
 
 
 @contextlib.contextmanager
-def _without_lora(model: keras.Model) -> Iterator[dict[int, Product]]:
+def _without_lora(model: keras.Model) -> Iterator[dict[int, AddedProduct]]:
     """Meanwhile, layers give their own weights; gives what belongs to which of these.
 
     Not layers with quantised weights: they quantise the sum anew.
@@ -144,7 +144,7 @@ def _without_lora(model: keras.Model) -> Iterator[dict[int, Product]]:
         for weight, *factors in LORA:
             if hasattr(layer, factors[0]):
                 a, b = (getattr(layer, name) for name in factors)
-                products[id(getattr(layer, weight))] = Product(a, b, factor)
+                products[id(getattr(layer, weight))] = AddedProduct(a, b, factor)
     try:
         for layer in layers:
             layer.lora_enabled = False

@@ -13,7 +13,7 @@ from kdist.api.product_graph import ProductGraph, Weight, closed_in, has_convolu
 from kdist.config.tables import host_layers, split_layers
 from kdist.display.warn import warn
 from kdist.layers import DistributedEmbedding
-from kdist.plan.column_row import LARGE, Group, Roles, chosen, pairs_by_size, wide_ends
+from kdist.plan.column_row import LARGE, ProductGroup, Roles, chosen, pairs_by_size, wide_ends
 from kdist.plan.convolutions import convolution_of
 from kdist.plan.products import Product, filters_as_product, product_of, quantized_products
 from kdist.sharding.dims import Dims
@@ -141,8 +141,8 @@ def _groups(
     between: dict[str, list[Weight]],
     opened: set[int],
     left: dict[str, str],
-) -> Iterable[Group]:
-    found: list[Group] = []
+) -> Iterable[ProductGroup]:
+    found: list[ProductGroup] = []
     functional = keras_models.functional_of(parent)
     inner = functional or (None if id(parent) in opened else _graph_inside(parent, products, left))
     if inner is not None:
@@ -218,7 +218,7 @@ def _stored(model: keras.Model, topology: Topology) -> dict[str, Dims]:
     return found
 
 
-def _in_the_way(group: Group, kept: Mapping[str, Dims], axis: str) -> dict[str, str]:
+def _in_the_way(group: ProductGroup, kept: Mapping[str, Dims], axis: str) -> dict[str, str]:
     """Why a group is not cut where weights of it are stored in another way, by their paths."""
     cuts = [(one, one.cut("columns")) for one in group.columns]
     cuts += [(one, one.cut("rows")) for one in group.rows]

@@ -14,7 +14,7 @@ from kdist.api.sharded_optimizer import parallel_optimizer
 from kdist.api.table_optimizers import table_notes
 from kdist.config.effect_in_part import (
     ELSEWHERE,
-    Part,
+    WeightEffect,
     compression_in_part,
     levels_in_part,
 )
@@ -173,7 +173,7 @@ class PlannedModel(PlacedModel):
             repeated = not one.on_host and any(len(part.holders) > 1 for part in one.shards)
             placed = (one.fetched and not repeated) or one.data_dim is not None
             asked = wanted is False or placed
-            parts.append(Part(one.path, one.nbytes, decision.how, decision.reason, asked))
+            parts.append(WeightEffect(one.path, one.nbytes, decision.how, decision.reason, asked))
         replicas = self.topology.data_size
         levels = levels_in_part(config, replicas, parts) if self.model.compiled else ()
         return [*levels, *compression_in_part(self.classes())]

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kdist._compat import keras_graphs, keras_models
-from kdist.plan.column_row import Group
+from kdist.plan.column_row import ProductGroup
 from kdist.plan.convolutions import convolution_of
 from kdist.plan.products import Product, Role
 
@@ -131,7 +131,7 @@ class ProductGraph:
                 waiting += self._same.get(id(one), [])
         return found
 
-    def groups(self) -> list[Group]:
+    def groups(self) -> list[ProductGroup]:
         """Products that reach each other elementwise, if nothing else is made of what lies between.
 
         In the order in which they run.
@@ -181,7 +181,7 @@ class ProductGraph:
             return False
         return role is not None or all(map(is_elementwise, calls))
 
-    def _grouped(self, roles: Mapping[int, Role | None]) -> Group | None:
+    def _grouped(self, roles: Mapping[int, Role | None]) -> ProductGroup | None:
         """The group of operations with roles; notes weights between."""
         operations = {one: self._calls[one][0].operation for one in self._calls if one in roles}
         between = [one for key, one in operations.items() if roles[key] is None]
@@ -199,7 +199,7 @@ class ProductGraph:
         for key, operation in operations.items():
             if roles[key] == "rows":
                 self.between[self._known[key].path] = [*weights, *_before(operation)]
-        return Group(columns, rows)
+        return ProductGroup(columns, rows)
 
 
 def weights_of_features(operation: Any) -> Iterator[Weight]:

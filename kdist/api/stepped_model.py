@@ -33,7 +33,7 @@ from kdist.runtime.one_device import OneDevice
 from kdist.runtime.pipeline_runner import PipelineRunner
 from kdist.runtime.pipeline_step import PipelineStep
 from kdist.runtime.plain_runner import PlainRunner
-from kdist.runtime.recorder import Recorder
+from kdist.runtime.recorder import TimelineRecorder
 from kdist.runtime.runner_contract import Runner
 from kdist.runtime.stage_backend import StageBackend
 from kdist.runtime.step import Step
@@ -76,7 +76,7 @@ class SteppedModel(PlannedModel):
         self.jit_compile: bool | str = "auto"
         self.xla_of_keras = False
         self.program: Program | None = None
-        self.recorder: Recorder | None = None
+        self.recorder: TimelineRecorder | None = None
         self.row_studies: dict[bool, ModelStudy] = {}
         self.observed = False
         self._mesh_runner: MeshRunner | PipelineRunner | None = None

@@ -12,7 +12,7 @@ from kdist.layers.padding import is_composite
 from kdist.program.blocks import named
 from kdist.program.logits import logits_of
 from kdist.program.program import Program
-from kdist.program.traced import Traced
+from kdist.program.traced import TraceFacts
 from kdist.program.vjp import CapturesVariables, PureFunction, differentiable
 from kdist.stages.leaves import leaves, rebuild, specs
 from kdist.stages.lowered import UNKNOWN, Known
@@ -28,7 +28,7 @@ class NoRowsError(Exception):
 
 
 @dataclasses.dataclass(frozen=True)
-class Given:
+class CallInput:
     """What a call takes on one replica.
 
     Attributes:
@@ -49,12 +49,12 @@ class Given:
         """All tensors, those that may get a gradient first, state last."""
         return leaves(self._parts)
 
-    def filled(self, flat: Sequence[Any]) -> Given:
+    def filled(self, flat: Sequence[Any]) -> CallInput:
         """The same with other tensors."""
         rows, shared, masks, state = rebuild(self._parts, flat)
-        return Given(rows, shared, masks, state, self.sources)
+        return CallInput(rows, shared, masks, state, self.sources)
 
-    def differentiated(self, where: Callable[[Any], bool]) -> Given:
+    def differentiated(self, where: Callable[[Any], bool]) -> CallInput:
         """The same with gradients of the tensors of a kind."""
         tensors = enumerate(leaves([self.rows, self.shared, self.masks]))
         sources = [i for i, t in tensors if differentiable(t) and where(t)]
@@ -66,7 +66,7 @@ class Given:
 
 
 @dataclasses.dataclass(frozen=True)
-class Made:
+class CallOutput:
     """What a call gives on one replica.
 
     Attributes:
@@ -87,9 +87,9 @@ class Made:
         """All tensors; the first `count` may take a cotangent."""
         return leaves(self._parts)
 
-    def filled(self, flat: Sequence[Any]) -> Made:
+    def filled(self, flat: Sequence[Any]) -> CallOutput:
         """The same with other tensors."""
-        return Made(*rebuild(self._parts, flat))
+        return CallOutput(*rebuild(self._parts, flat))
 
     @property
     def _parts(self) -> list[Any]:
@@ -196,7 +196,7 @@ class CallFunctions:
         trainable: Positions of the trainable variables that it uses.
         carried: The other state that it uses.
         example: What the trace made.
-        adders: The layer that gave each value of `Made.added`.
+        adders: The layer that gave each value of `CallOutput.added`.
         row_adders: Those whose values have an entry for each row, which Keras adds up.
         updated: Positions in `ModelState.written` of the state that it writes.
         repeats: Whether something runs again in the backward pass.
@@ -212,7 +212,7 @@ class CallFunctions:
         layer: keras.Layer,
         call: Callable,
         arguments: CallArguments,
-        given: Given,
+        given: CallInput,
         spec: Callable[[keras.Variable], tf.TensorSpec],
         known: Known = UNKNOWN,
     ) -> None:
@@ -224,7 +224,7 @@ class CallFunctions:
         variables = [program.state.params[i] for i in self.params]
         state = [spec(v) for v in self.carried]
         self._given = dataclasses.replace(given, state=state)
-        self.example: Made
+        self.example: CallOutput
         self.adders: list[keras.Layer | None] = []
         self.row_adders: Collection[keras.Layer | None] = ()
         self.updated: list[int] = []
@@ -282,12 +282,12 @@ class CallFunctions:
             outputs = self._call(*args, **kwargs)
         if any(is_composite(one) for one in keras.tree.flatten(outputs)):
             raise NoRowsError
-        values, traced = keras_trainer.add_loss_values(scope), Traced()
+        values, traced = keras_trainer.add_loss_values(scope), TraceFacts()
         self.adders = [keras_trainer.adder_of(self._inside, value) for value in values]
         updated = self.program.collect_updates(scope, traced)
         self.updated = traced.updated
         written = [id(state.written[i]) for i in self.updated]
-        self.example = Made(
+        self.example = CallOutput(
             keras.tree.map_structure(tf.convert_to_tensor, outputs),
             logits_of(outputs),
             [ops.sum(value) for value in values],

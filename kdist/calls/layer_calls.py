@@ -26,7 +26,7 @@ from kdist.calls.anchors import anchor, handle_of
 from kdist.calls.arguments import CallArguments, any_symbolic, without_rows
 from kdist.calls.by_replica import NotByReplica, by_replica, refuse_others
 from kdist.calls.call_site import Again, call_site
-from kdist.calls.functions import CalledProgram, CallFunctions, Given, NoRowsError, used_by
+from kdist.calls.functions import CalledProgram, CallFunctions, CallInput, NoRowsError, used_by
 from kdist.calls.over_mesh import OverMesh
 from kdist.calls.tables import CallTables
 from kdist.calls.xla import refuse_within_xla
@@ -246,7 +246,7 @@ class LayerCalls:
         self._tell_thawed(layer)
         wanted = self._wanted(layer)
         parts = [
-            Given(rows, given.shared, masks).differentiated(wanted)
+            CallInput(rows, given.shared, masks).differentiated(wanted)
             for (rows, masks), _, _ in batch.parts
         ]
         rows = self._tables_of(layer, call, given).fetch(parts)
@@ -323,7 +323,7 @@ class LayerCalls:
         layer: keras.Layer,
         call: Callable,
         arguments: CallArguments,
-        given: Given,
+        given: CallInput,
         spec: Callable[[keras.Variable], tf.TensorSpec],
     ) -> CallFunctions:
         """The functions of a call, for tensors of such shapes."""

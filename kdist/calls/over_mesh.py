@@ -16,7 +16,7 @@ from kdist._compat.custom_gradients import asked_by_graph
 from kdist._compat.function_graphs import in_vectorized_loop
 from kdist._compat.pass_through import PassesThrough
 from kdist.calls.anchors import stand_in
-from kdist.calls.functions import CallFunctions, Given
+from kdist.calls.functions import CallFunctions, CallInput
 from kdist.calls.tables import CallRows
 from kdist.dtensor.sharded import each
 from kdist.graphs.instantiation import instantiated_cheaply
@@ -85,7 +85,7 @@ class OverMesh:
         layer: keras.Layer,
         site: Hashable,
         functions: Sequence[CallFunctions],
-        given: Sequence[Given],
+        given: Sequence[CallInput],
         batch: SplitBatch,
         rows: CallRows,
         inside: bool,

@@ -14,7 +14,7 @@ from typing import Any
 
 from kdist._compat import keras_models
 from kdist.calls.arguments import CallArguments
-from kdist.calls.functions import CalledProgram, Given
+from kdist.calls.functions import CalledProgram, CallInput
 from kdist.program.program import Program
 from kdist.storage.asked_rows import LookUps
 from kdist.storage.fetched_table import FetchedTable
@@ -50,7 +50,7 @@ class CallTables:
         """By position of the table, how its rows are looked up, once a call has fetched some."""
         return self._program.tables.look_ups
 
-    def fetch(self, parts: Sequence[Given]) -> CallRows:
+    def fetch(self, parts: Sequence[CallInput]) -> CallRows:
         """Fetches what a call looks up, in the graph of now.
 
         Args:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kdist._compat import keras_places, keras_saving
-from kdist._compat.keras_places import Places, Product
+from kdist._compat.keras_places import AddedProduct, Places
 from kdist.checkpoint.directory import read_file
 from kdist.checkpoint.manifest import CheckpointError, Manifest, SavedArray
 
@@ -71,7 +71,7 @@ class KerasDescription:
     config: str | None
     metadata: str | None
     missing: str = ""
-    added: Mapping[str, Product] = dataclasses.field(default_factory=dict)
+    added: Mapping[str, AddedProduct] = dataclasses.field(default_factory=dict)
     no_assets: str = ""
 
     @classmethod
@@ -116,7 +116,7 @@ class KerasDescription:
         if values:
             known.forget()
         added = {
-            path: Product(number[id(one.a)], number[id(one.b)], one.factor)
+            path: AddedProduct(number[id(one.a)], number[id(one.b)], one.factor)
             for path, one in stored.added.items()
         }
         config = metadata = None
@@ -144,7 +144,7 @@ class KerasDescription:
         values = json.loads(read_file(folder, manifest, FILE))
         values["places"] = {path: tuple(where) for path, where in values["places"].items()}
         added = values.get("added", {}).items()
-        values["added"] = {path: Product(**one) for path, one in added}
+        values["added"] = {path: AddedProduct(**one) for path, one in added}
         return cls(**values)
 
     def array(self, manifest: Manifest, path: str) -> SavedArray:

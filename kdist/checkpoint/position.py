@@ -14,7 +14,7 @@ from typing import Any
 from kdist._compat import keras_trainer
 from kdist.checkpoint.array_rows import as_array, between
 from kdist.checkpoint.manifest import CheckpointError
-from kdist.checkpoint.sources import Arrays, Generated, Indexed, Source, other_data
+from kdist.checkpoint.sources import Arrays, DataSource, Generated, Indexed, other_data
 from kdist.checkpoint.tf_data_source import Pipeline
 
 import keras
@@ -23,7 +23,7 @@ import tensorflow as tf
 
 
 @dataclasses.dataclass
-class Position:
+class SavedPosition:
     """How far training has come; see `kdist.api.fitted_model`.
 
     Attributes:
@@ -36,7 +36,7 @@ class Position:
         iterator: That of the data, once it has been seen.
     """
 
-    source: Source
+    source: DataSource
     epoch: int = 0
     batch: int = 0
     total: int = 0
@@ -98,7 +98,7 @@ class ResumingCallbacks(keras.callbacks.CallbackList):
     def __init__(
         self,
         callbacks: list[keras.callbacks.Callback],
-        position: Position,
+        position: SavedPosition,
         begun: Callable[[bool], None],
         first: tuple[int, int],
         add_progbar: bool,
@@ -145,7 +145,7 @@ class ResumingCallbacks(keras.callbacks.CallbackList):
         return batches if steps is None else min(batches, steps)
 
 
-def source_of(arguments: Mapping[str, Any], seed: int) -> tuple[Source, dict[str, Any]]:
+def source_of(arguments: Mapping[str, Any], seed: int) -> tuple[DataSource, dict[str, Any]]:
     """The training data of a call of `fit`, and the arguments to call it with.
 
     Args:
@@ -158,7 +158,7 @@ def source_of(arguments: Mapping[str, Any], seed: int) -> tuple[Source, dict[str
     changed = dict(arguments)
     x, y, weights = (changed.get(name) for name in ("x", "y", "sample_weight"))
     shuffle, steps = changed.get("shuffle", True), changed.get("steps_per_epoch")
-    source: Source
+    source: DataSource
     if isinstance(x, tf.data.Dataset):
         if changed.get("class_weight") is not None:
             # Iterators of what Keras would make of the dataset would not be counted.
@@ -220,7 +220,9 @@ def check_execution(passed: int, per_call: int, steps: int | None) -> None:
         )
 
 
-def check_data(source: Source, before: Mapping[str, Any], batch: int, steps: int | None) -> None:
+def check_data(
+    source: DataSource, before: Mapping[str, Any], batch: int, steps: int | None
+) -> None:
     """Refuses to go on among the batches of other data than the run before had.
 
     Args:

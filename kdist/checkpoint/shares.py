@@ -19,7 +19,7 @@ from kdist.checkpoint.manifest import STORE, CheckpointError, SavedPart
 from kdist.checkpoint.variables import Written, cut, tensors_of
 from kdist.cluster.elsewhere import ElsewhereError, Running, hand_over
 from kdist.cluster.errors import PeerError
-from kdist.cluster.held import FUNCTIONS, Held
+from kdist.cluster.held import FUNCTIONS, HandedArrays
 from kdist.cluster.joining import controller
 from kdist.display.warn import warn
 
@@ -67,7 +67,7 @@ def _sharing(directory: Path, processes: Sequence[int]) -> list[int]:
             one.unlink()
 
 
-def _answer_mark(held: Held | None, mark: str) -> str | None:
+def _answer_mark(held: HandedArrays | None, mark: str) -> str | None:
     """Writes a file beside the mark, if it is here."""
     try:
         if Path(mark).read_text() != Path(mark).name:
@@ -84,8 +84,8 @@ def store_of(process: int) -> str:
     return f"{STORE}.{process}"
 
 
-class Share:
-    """What another process writes; see `writer.Share`.
+class RemoteShare:
+    """What another process writes; see `writer.RemoteShare`.
 
     Args:
         process: Its number.
@@ -132,7 +132,7 @@ def _drop(process: int, number: int) -> None:
         Running(process, DROP, number)
 
 
-def _write(held: Held, folder: str, compression: store.Compression) -> None:
+def _write(held: HandedArrays, folder: str, compression: store.Compression) -> None:
     parts = [
         (SavedPart(key, (0,) * len(shape), tuple(shape), name), cut(held.arrays[n], start, shape))
         for n, start, key, shape, name in held.about
@@ -140,7 +140,7 @@ def _write(held: Held, folder: str, compression: store.Compression) -> None:
     store.write(Path(folder), parts, compression)
 
 
-def _let_go(held: Held) -> None:
+def _let_go(held: HandedArrays) -> None:
     """Nothing is left to do."""
 
 

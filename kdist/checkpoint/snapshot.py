@@ -115,7 +115,7 @@ def snapshot(
         for one in itertools.chain.from_iterable(written for _, written in described):
             found.setdefault(one.part.store, []).append(one)
     parts = in_host_memory(found.pop(STORE, ()), copied)
-    others = [shares.Share(some[0].process, some, copied) for some in found.values()]
+    others = [shares.RemoteShare(some[0].process, some, copied) for some in found.values()]
     description, values, assets = KerasDescription.of(model, variables_of, known)
     for group, further in ((CALLBACKS, arrays), (VALUES, values)):
         if further:

@@ -25,7 +25,7 @@ DATASET = "data-set"
 """Name of the file with what a `PyDataset` remembers."""
 
 
-class Source:
+class DataSource:
     """The training data of one `fit`.
 
     Attributes:
@@ -127,7 +127,7 @@ def listed(values: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}={value!r}" for name, value in values.items())
 
 
-class Arrays(Source):
+class Arrays(DataSource):
     """Arrays in memory, cut into batches in an order of their own for each epoch."""
 
     consumes = True
@@ -145,20 +145,20 @@ class Arrays(Source):
 
     @property
     def steps(self) -> int | None:
-        """See `Source`."""
+        """See `DataSource`."""
         return None if self.spans_epochs else math.ceil(self.rows / self.batch_size)
 
     def described(self) -> dict[str, Any]:
-        """See `Source`."""
+        """See `DataSource`."""
         kept = {"rows": self.rows, "batch_size": self.batch_size, "shuffle": self.shuffle}
         return {"data": "arrays", **kept, "steps_per_epoch": self.given}
 
     def example(self) -> Any:
-        """See `Source`."""
+        """See `DataSource`."""
         return keras.tree.map_structure(spec_of, self.data)
 
     def arguments(self) -> dict[str, Any]:
-        """See `Source`."""
+        """See `DataSource`."""
         numbers = tf.data.Dataset.from_generator(
             self._batches, output_signature=tf.TensorSpec([None], tf.int64)
         )
@@ -202,14 +202,14 @@ class Arrays(Source):
         return draw.permutation(rows) if self.shuffle else rows
 
 
-class Indexed(Source):
+class Indexed(DataSource):
     """A `keras.utils.PyDataset`, whose batches have numbers.
 
     Args:
         dataset: With a length, or endless.
         shuffle: Whether each pass over a dataset with a length has an order of its own.
         endless: Whether one pass follows the other, whatever the epoch.
-        seed: See `Source`.
+        seed: See `DataSource`.
     """
 
     def __init__(
@@ -228,21 +228,21 @@ class Indexed(Source):
 
     @property
     def steps(self) -> int | None:
-        """See `Source`."""
+        """See `DataSource`."""
         return None if self.spans_epochs else self.dataset.num_batches
 
     def described(self) -> dict[str, Any]:
-        """See `Source`."""
+        """See `DataSource`."""
         kept = {"batches": self._batches, "shuffle": self.shuffle}
         return {"data": "a PyDataset", **kept, "steps_per_epoch": self.given}
 
     def resume(self, files: Mapping[str, bytes], total: int) -> None:
-        """See `Source`."""
+        """See `DataSource`."""
         super().resume(files, total)
         self._saved = files.get(DATASET)
 
     def start(self, epoch: int, skipped: int) -> None:
-        """See `Source`."""
+        """See `DataSource`."""
         super().start(epoch, skipped)
         if self._saved is not None and self._is_of_these_data(self._saved):
             self._state.load(self._saved)
@@ -271,21 +271,21 @@ class Indexed(Source):
         self._of_epoch = self._state.save()
 
     def files(self, iterator: Any, within: bool) -> dict[str, bytes] | None:
-        """See `Source`."""
+        """See `DataSource`."""
         state = self._of_epoch if within else self._state.save()
         return {} if state is None else {DATASET: state}
 
     def end(self, goes_on: bool) -> None:
-        """See `Source`."""
+        """See `DataSource`."""
         self._state.end(goes_on)
 
     def example(self) -> Any:
-        """See `Source`."""
+        """See `DataSource`."""
         first = self._first if isinstance(self._first, list | tuple) else (self._first,)
         return keras.tree.map_structure(as_spec, tuple(first))
 
     def arguments(self) -> dict[str, Any]:
-        """See `Source`."""
+        """See `DataSource`."""
         return {"x": Ordered(self), "shuffle": False}
 
     def __getitem__(self, number: int) -> Any:
@@ -333,7 +333,7 @@ class Ordered(keras.utils.PyDataset):
         self.source.dataset.on_epoch_end()
 
 
-class Generated(Source):
+class Generated(DataSource):
     """A generator: what it has given before is read once more and dropped."""
 
     spans_epochs = True
@@ -345,24 +345,24 @@ class Generated(Source):
         self.generator = itertools.chain([first], generator)
 
     def described(self) -> dict[str, Any]:
-        """See `Source`."""
+        """See `DataSource`."""
         return {"data": "a generator"}
 
     @property
     def steps(self) -> int | None:
-        """See `Source`."""
+        """See `DataSource`."""
         return None
 
     def example(self) -> Any:
-        """See `Source`."""
+        """See `DataSource`."""
         return keras.tree.map_structure(as_spec, self._first)
 
     def arguments(self) -> dict[str, Any]:
-        """See `Source`."""
+        """See `DataSource`."""
         return {"x": (batch for batch in self.generator)}
 
     def resume(self, files: Mapping[str, bytes], total: int) -> None:
-        """See `Source`.
+        """See `DataSource`.
 
         Raises:
             CheckpointError: It ends before.

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kdist.checkpoint.manifest import CheckpointError
-from kdist.checkpoint.sources import Source
+from kdist.checkpoint.sources import DataSource
 from kdist.display.warn import warn
 from kdist.runtime.keras_contract import as_spec
 from kdist.runtime.worker_data import FileIterator, WorkerIterator
@@ -33,7 +33,7 @@ SEEDS = b"num_random_samples"
 _OF_EACH = "each process has an iterator of its own"
 
 
-class Pipeline(Source):
+class Pipeline(DataSource):
     """A `tf.data.Dataset`.
 
     Every iterator that is made of a dataset draws the seeds of its shuffles from one sequence, so
@@ -44,7 +44,7 @@ class Pipeline(Source):
 
     Args:
         dataset: The user's.
-        seed: See `Source`.
+        seed: See `DataSource`.
         one_iterator: Whether epochs share an iterator, as they do with `steps_per_epoch`. Its state
             is saved between epochs too.
     """
@@ -75,12 +75,12 @@ class Pipeline(Source):
 
     @property
     def steps(self) -> int | None:
-        """See `Source`."""
+        """See `DataSource`."""
         size = int(self.dataset.cardinality())
         return size if size >= 0 else None
 
     def described(self) -> dict[str, Any]:
-        """See `Source`."""
+        """See `DataSource`."""
         return {
             "data": "a tf.data.Dataset",
             "batches": self.steps,
@@ -88,16 +88,16 @@ class Pipeline(Source):
         }
 
     def example(self) -> Any:
-        """See `Source`."""
+        """See `DataSource`."""
         spec = self.dataset.element_spec
         return keras.tree.map_structure(as_spec, spec if isinstance(spec, tuple) else (spec,))
 
     def arguments(self) -> dict[str, Any]:
-        """See `Source`."""
+        """See `DataSource`."""
         return {"x": self.dataset}
 
     def resume(self, files: Mapping[str, bytes], total: int) -> None:
-        """See `Source`."""
+        """See `DataSource`."""
         super().resume(files, total)
         self._state = {name: files[name] for name in files if name.startswith(STATE + ".")}
         if self._state and hasattr(self.dataset, "read_by_workers"):
@@ -107,7 +107,7 @@ class Pipeline(Source):
         self._readers_before = json.loads(files[READERS]) if READERS in files else 1
 
     def start(self, epoch: int, skipped: int) -> None:
-        """See `Source`."""
+        """See `DataSource`."""
         super().start(epoch, skipped)
         self._seen = 0
         self.consumes = bool(skipped) and not self._state and not self.spans_epochs
@@ -117,7 +117,7 @@ class Pipeline(Source):
         self._made_before = 0
 
     def check(self, iterator: Any) -> None:
-        """See `Source`."""
+        """See `DataSource`."""
         before, now = self._readers_before, _readers(iterator)
         within = self.skipped or (self.spans_epochs and self.total)
         if not within or before in (None, now):
@@ -132,7 +132,7 @@ class Pipeline(Source):
         )
 
     def take(self, iterator: Any) -> None:
-        """See `Source`."""
+        """See `DataSource`."""
         if self.spans_epochs and not self._state:
             for _ in range(self.total):
                 next(iterator, None)
@@ -144,13 +144,13 @@ class Pipeline(Source):
             self._state = {}
 
     def see(self, iterator: Any) -> None:
-        """See `Source`."""
+        """See `DataSource`."""
         self._seen += 1
         if self._seen == 2 and self._shuffles is None and not self._cannot:
             self._shuffles = _shuffles(self._saved(iterator))
 
     def files(self, iterator: Any, within: bool) -> dict[str, bytes] | None:
-        """See `Source`."""
+        """See `DataSource`."""
         made = {MADE: json.dumps(self.made).encode()}
         if isinstance(iterator, FileIterator):
             made[READERS] = json.dumps(_readers(iterator)).encode()

@@ -21,7 +21,7 @@ THREADS = 8
 
 
 @dataclasses.dataclass(frozen=True)
-class Held:
+class HandedArrays:
     """Arrays that process 0 has handed over.
 
     Attributes:
@@ -36,7 +36,7 @@ class Held:
 FUNCTIONS: dict[str, Callable[..., Any]] = {}
 """What process 0 may have run here: with `held=` and arguments in JSON's types; returns such."""
 
-_held: dict[int, Held] = {}
+_held: dict[int, HandedArrays] = {}
 
 
 def hold(words: bytes, *arrays: np.ndarray) -> bytes:
@@ -46,7 +46,7 @@ def hold(words: bytes, *arrays: np.ndarray) -> bytes:
     if said["copied"]:
         with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as pool:
             kept = list(pool.map(np.array, arrays))
-    _held[said["number"]] = Held(said["about"], kept)
+    _held[said["number"]] = HandedArrays(said["about"], kept)
     return b""
 
 

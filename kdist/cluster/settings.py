@@ -10,7 +10,7 @@ from typing import Any
 
 from kdist._compat import cluster_runtime
 from kdist._compat.version import VERSION
-from kdist.cluster.held import FUNCTIONS, Held
+from kdist.cluster.held import FUNCTIONS, HandedArrays
 
 import keras
 import tensorflow as tf
@@ -81,7 +81,7 @@ def _listed(processes: list[int]) -> str:
     return ", ".join(map(str, processes))
 
 
-def _follow(held: Held | None, **said: bool) -> None:
+def _follow(held: HandedArrays | None, **said: bool) -> None:
     """Has this process's kernels work as process 0's do."""
     cluster_runtime.set_kernels(**said)
 

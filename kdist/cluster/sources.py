@@ -123,7 +123,7 @@ def of_keras(environment: Environment) -> Place | None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Source:
+class PlaceSource:
     """What can say a process's place.
 
     Attributes:
@@ -138,22 +138,22 @@ class Source:
 
 
 SOURCES = (
-    Source("KDIST_*", of_kdist, near=True),
-    Source("TF_CONFIG", of_tf_config, near=True),
-    Source("Ray Train", of_ray, near=True),
-    Source("torchrun", of_torchrun, near=True),
-    Source("KERAS_DISTRIBUTION_*", of_keras, near=True),
-    Source("Slurm", of_slurm, near=False),
-    Source("MPI", of_mpi, near=False),
-    Source("Kubernetes", of_kubernetes, near=False),
-    Source("RANK_TABLE_FILE", of_rank_table, near=False),
+    PlaceSource("KDIST_*", of_kdist, near=True),
+    PlaceSource("TF_CONFIG", of_tf_config, near=True),
+    PlaceSource("Ray Train", of_ray, near=True),
+    PlaceSource("torchrun", of_torchrun, near=True),
+    PlaceSource("KERAS_DISTRIBUTION_*", of_keras, near=True),
+    PlaceSource("Slurm", of_slurm, near=False),
+    PlaceSource("MPI", of_mpi, near=False),
+    PlaceSource("Kubernetes", of_kubernetes, near=False),
+    PlaceSource("RANK_TABLE_FILE", of_rank_table, near=False),
 )
 """In the order in which they are asked."""
 
 
 def find(
     environment: Environment,
-    sources: Sequence[Source] = SOURCES,
+    sources: Sequence[PlaceSource] = SOURCES,
     say: Callable[[str], None] = lambda line: None,
 ) -> Place | None:
     """The place that the environment gives this process, None where nothing does.
@@ -193,7 +193,7 @@ def find(
     return dataclasses.replace(found, **changes)
 
 
-def _is_there(source: Source, environment: Environment) -> bool:
+def _is_there(source: PlaceSource, environment: Environment) -> bool:
     """Whether a source that is not asked says anything, a part or a contradiction included."""
     try:
         return source.read(environment) is not None
@@ -201,7 +201,7 @@ def _is_there(source: Source, environment: Environment) -> bool:
         return True
 
 
-def _agreed(sources: Sequence[Source], environment: Environment) -> Place | None:
+def _agreed(sources: Sequence[PlaceSource], environment: Environment) -> Place | None:
     """The first place that is said; all others must be the same process of as many."""
     found = [place for one in sources if (place := one.read(environment)) is not None]
     for number_of_first, first in enumerate(found):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from kdist.comm.collectives import group_of
 from kdist.comm.cost import LinkCost, predict, terms
 from kdist.comm.group import Group
-from kdist.comm.host import HostCost, Work, count, parts
+from kdist.comm.host import HostCost, HostWork, count, parts
 from kdist.comm.measure import (
     DeviceProgram,
     Measurement,
@@ -90,7 +90,7 @@ def calibrate(
 
 def timed_work(
     group: Group, sizes: Sequence[int] = HOST_SIZES, iterations: int = 5
-) -> list[tuple[Work, float]]:
+) -> list[tuple[HostWork, float]]:
     """Times small programs on the devices of a group: none of them is a collective.
 
     Args:
@@ -158,7 +158,7 @@ def _added_up(values: list[tf.Tensor], times: int) -> tf.Tensor:
     return total
 
 
-def fit_host(found: Sequence[tuple[Work, float]], devices: int) -> HostCost:
+def fit_host(found: Sequence[tuple[HostWork, float]], devices: int) -> HostCost:
     """The constants of one process, fitted to what programs did and took.
 
     Args:

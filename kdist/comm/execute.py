@@ -26,7 +26,7 @@ FOLDS: dict[str, Fold] = {
 }
 
 
-class Slot:
+class ChunkSlot:
     """One chunk on one device: terms that are combined when it is read."""
 
     def __init__(self, terms: Sequence[tf.Tensor], finished: bool = False) -> None:
@@ -47,7 +47,7 @@ class Slot:
         return self.terms[0]
 
 
-Held = list[dict[int, Slot]]
+Held = list[dict[int, ChunkSlot]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -187,13 +187,13 @@ def _carry(
         return [tf.reshape(part, shape) for part, shape in zip(parts, shapes)]
 
 
-def _deliver(message: Message, parts: list[tf.Tensor], mine: dict[int, Slot]) -> None:
+def _deliver(message: Message, parts: list[tf.Tensor], mine: dict[int, ChunkSlot]) -> None:
     for chunk, part in zip(message.chunks, parts):
         for into in message.into or (chunk,):
             if message.combine and into in mine:
                 mine[into].terms.append(part)
             else:
-                mine[into] = Slot([part], finished=not message.combine)
+                mine[into] = ChunkSlot([part], finished=not message.combine)
 
 
 def shape_of(tensor: Any) -> Shape:

@@ -30,7 +30,7 @@ ELEMENTS = 64
 
 
 @dataclasses.dataclass(frozen=True)
-class Work:
+class HostWork:
     """What a program does, all devices together.
 
     Attributes:
@@ -45,7 +45,7 @@ class Work:
     moved: float
     footprint: float
 
-    def times(self, factor: float) -> Work:
+    def times(self, factor: float) -> HostWork:
         """The same program on buffers of another size."""
         return dataclasses.replace(
             self, moved=self.moved * factor, footprint=self.footprint * factor
@@ -85,7 +85,7 @@ class HostCost(LinkCost):
         """See `kdist.comm.predict`."""
         return self.of(work(operation, algorithm, p).times(nbytes)) if p > 1 else 0.0
 
-    def of(self, done: Work) -> float:
+    def of(self, done: HostWork) -> float:
         """Seconds of some work."""
         constants = (self.call, self.a, self.operation, self.b, self.cached)
         return sum(c * part for c, part in zip(constants, parts(done, self.cache)))
@@ -99,14 +99,14 @@ class HostCost(LinkCost):
         )
 
 
-def parts(done: Work, cache: float) -> tuple[float, ...]:
+def parts(done: HostWork, cache: float) -> tuple[float, ...]:
     """What each constant counts: calls, transfers, operations, bytes in memory, bytes in caches."""
     found = min(1.0, cache / max(done.footprint, 1.0))
     return 1, done.transfers, done.operations, done.moved * (1 - found), done.moved * found
 
 
 @functools.lru_cache(maxsize=1024)
-def work(operation: str, algorithm: str, p: int) -> Work:
+def work(operation: str, algorithm: str, p: int) -> HostWork:
     """What a collective does per byte of the full buffer, as `cost.predict` takes it.
 
     Args:
@@ -130,7 +130,7 @@ def work(operation: str, algorithm: str, p: int) -> Work:
     return count(graph).times(1 / (length * tf.float32.size))
 
 
-def count(graph: tf.Graph) -> Work:
+def count(graph: tf.Graph) -> HostWork:
     """Counts what a graph does; every operation is placed, and every size known.
 
     Operations that compute the same from the same tensors count once: TensorFlow merges them.
@@ -138,7 +138,7 @@ def count(graph: tf.Graph) -> Work:
     nodes = _distinct(graph)
     buffers = [node for node in nodes if node.type not in FREE | VIEWS]
     given = [node for node in nodes if node.type in GIVEN]
-    return Work(
+    return HostWork(
         transfers=sum(n.type == "Identity" and n.inputs[0].device != n.device for n in nodes),
         operations=sum(node.type not in FREE for node in nodes),
         moved=sum(_nbytes(node.inputs) + _nbytes(node.outputs) for node in buffers),

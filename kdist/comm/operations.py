@@ -13,7 +13,18 @@ from typing import Any
 from kdist.comm import cost, processes, torus
 from kdist.comm.algorithms import schedule
 from kdist.comm.call import AUTO, RUNTIME, RUNTIME_DTYPES, Call
-from kdist.comm.execute import FOLDS, Finish, Fold, Held, Row, Shape, Slot, run, shape_of, task_of
+from kdist.comm.execute import (
+    FOLDS,
+    ChunkSlot,
+    Finish,
+    Fold,
+    Held,
+    Row,
+    Shape,
+    run,
+    shape_of,
+    task_of,
+)
 from kdist.comm.messages import PREFIX, RUNNING, Message, Schedule
 from kdist.storage import nccl
 
@@ -119,7 +130,7 @@ def _whole(call: Call, values: Values, row: Row) -> list[tf.Tensor | None]:
         if call.operation != "broadcast" or rank == call.root:
             with row.on(rank):
                 pieces = _pieces(values[rank], plan.pieces)
-            held[rank] = {chunk: Slot([piece]) for chunk, piece in enumerate(pieces)}
+            held[rank] = {chunk: ChunkSlot([piece]) for chunk, piece in enumerate(pieces)}
     remote = None
     if not all(row.local):
         lengths = balanced(math.prod(shape), plan.pieces)
@@ -153,7 +164,7 @@ def _runtime_all_reduce(call: Call, values: Values, row: Row) -> list[tf.Tensor 
     peer = next(d for task, d in leaders.items() if d != row.devices[first])
     name = processes.node_name(call.operation, row.axis, "from", peer, 0)
     with row.on(first):
-        total = Slot([tf.identity(values[rank]) for rank in row.ranks]).read(fold)
+        total = ChunkSlot([tf.identity(values[rank]) for rank in row.ranks]).read(fold)
         total = processes.reduce_all(
             total,
             _MERGE[call.reduction],
@@ -199,7 +210,7 @@ def _joined(call: Call, values: Values, row: Row) -> list[tf.Tensor | None]:
     algorithm = algorithm_of(call, full_bytes(call, values))
     plan = schedule(call.operation, algorithm, row.size, call.root)
     held: Held = [
-        {rank: Slot([values[rank]])} if row.local[rank] else {} for rank in range(row.size)
+        {rank: ChunkSlot([values[rank]])} if row.local[rank] else {} for rank in range(row.size)
     ]
     remote = None
     if not all(row.local):
@@ -227,7 +238,7 @@ def _cut(call: Call, values: Values, row: Row) -> list[tf.Tensor | None]:
         if call.operation == "reduce_scatter" or rank == call.root:
             with row.on(rank):
                 blocks = tf.split(values[rank], sizes, call.dim, num=row.size)
-            held[rank] = {chunk: Slot([block]) for chunk, block in enumerate(blocks)}
+            held[rank] = {chunk: ChunkSlot([block]) for chunk, block in enumerate(blocks)}
     shapes = {j: _resized(shape, call.dim, n) for j, n in enumerate(sizes)}
     remote = None if all(row.local) else (shapes, dtype)
     if call.operation == "scatter":
@@ -246,7 +257,7 @@ def _all_to_all(call: Call, values: Values, row: Row) -> list[tf.Tensor | None]:
             sizes = call.sizes[rank] if call.sizes else None
             length = shape_of(values[rank])[call.dim]
             blocks = tf.split(values[rank], list(sizes or balanced(length, p)), call.dim, num=p)
-        held[rank] = {rank * p + d: Slot([block]) for d, block in enumerate(blocks)}
+        held[rank] = {rank * p + d: ChunkSlot([block]) for d, block in enumerate(blocks)}
     remote = None
     if not all(row.local):
         table = call.sizes or [balanced(shape[call.dim], p)] * p
@@ -277,9 +288,9 @@ def _scan(call: Call, values: Values, row: Row) -> list[tf.Tensor | None]:
     fold = FOLDS[call.reduction]
     held: Held = [{} for _ in range(row.size)]
     for rank in row.ranks:
-        held[rank] = {RUNNING: Slot([values[rank]])}
+        held[rank] = {RUNNING: ChunkSlot([values[rank]])}
         if not call.exclusive:
-            held[rank][PREFIX] = Slot([values[rank]])
+            held[rank][PREFIX] = ChunkSlot([values[rank]])
     remote = None if all(row.local) else ({RUNNING: shape}, dtype)
     run(plan, held, row, fold=fold, remote=remote)
     neutral = neutral_element(call.reduction, dtype)
@@ -306,7 +317,7 @@ def _send_recv(call: Call, values: Values, row: Row) -> list[tf.Tensor | None]:
     shape, dtype = _like(values)
     messages = tuple(Message(s, t, (0,)) for s, t in call.pairs if s != t)
     plan = Schedule(operation="send_recv", algorithm="direct", size=row.size, rounds=(messages,))
-    held: Held = [{0: Slot([v])} if tf.is_tensor(v) else {} for v in values]
+    held: Held = [{0: ChunkSlot([v])} if tf.is_tensor(v) else {} for v in values]
     remote = None if all(row.local) else ({0: shape}, dtype)
     run(plan, held, row, remote=remote)
     results: list[tf.Tensor | None] = [None] * row.size

@@ -20,7 +20,7 @@ ELSEWHERE = "another parallel model, which has it too, decides where it is store
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class WeightEffect:
     """A weight, and what a level does with it.
 
     Attributes:
@@ -39,7 +39,7 @@ class Part:
 
 
 def levels_in_part(
-    config: OptimizerConfig, replicas: int, parts: Sequence[Part]
+    config: OptimizerConfig, replicas: int, parts: Sequence[WeightEffect]
 ) -> Iterator[WithoutEffect]:
     """What a level does not save.
 

@@ -21,7 +21,7 @@ MOMENTS = ("first", "second", "whole")
 
 
 @dataclass(frozen=True)
-class Slot:
+class SlotKind:
     """What kdist knows about a slot of an optimizer that Keras ships.
 
     Attributes:
@@ -37,43 +37,43 @@ class Slot:
 
 
 _ADAM = {
-    "_momentums": Slot("first", "beta_1"),
-    "_velocities": Slot("second", "beta_2"),
+    "_momentums": SlotKind("first", "beta_1"),
+    "_velocities": SlotKind("second", "beta_2"),
 }
-SLOTS: dict[str, dict[str, Slot]] = {
-    "SGD": {"momentums": Slot("first", "momentum")},
+SLOTS: dict[str, dict[str, SlotKind]] = {
+    "SGD": {"momentums": SlotKind("first", "momentum")},
     "RMSprop": {
-        "_velocities": Slot("second", "rho"),
-        "_momentums": Slot("first", "momentum"),
-        "_average_gradients": Slot(
+        "_velocities": SlotKind("second", "rho"),
+        "_momentums": SlotKind("first", "momentum"),
+        "_average_gradients": SlotKind(
             "whole", why="its square is subtracted from the second moment, which must stay larger"
         ),
     },
-    "Adam": _ADAM | {"_velocity_hats": Slot("second", "beta_2")},
-    "AdamW": _ADAM | {"_velocity_hats": Slot("second", "beta_2")},
+    "Adam": _ADAM | {"_velocity_hats": SlotKind("second", "beta_2")},
+    "AdamW": _ADAM | {"_velocity_hats": SlotKind("second", "beta_2")},
     "Nadam": _ADAM,
     "Lamb": _ADAM,
-    "Adamax": {"_m": Slot("first", "beta_1"), "_u": Slot("second", "beta_2")},
+    "Adamax": {"_m": SlotKind("first", "beta_1"), "_u": SlotKind("second", "beta_2")},
     "Adadelta": {
-        "_accumulated_grads": Slot("second", "rho"),
-        "_accumulated_delta_vars": Slot("second", "rho"),
+        "_accumulated_grads": SlotKind("second", "rho"),
+        "_accumulated_delta_vars": SlotKind("second", "rho"),
     },
-    "Adagrad": {"_accumulators": Slot("second")},
-    "Adafactor": {"_r": Slot("second"), "_c": Slot("second"), "_v": Slot("second")},
-    "Lion": {"_momentums": Slot("first", "beta_2")},
+    "Adagrad": {"_accumulators": SlotKind("second")},
+    "Adafactor": {"_r": SlotKind("second"), "_c": SlotKind("second"), "_v": SlotKind("second")},
+    "Lion": {"_momentums": SlotKind("first", "beta_2")},
     "Muon": {
-        "momentums": Slot("first", "momentum"),
-        "adam_velocities": Slot("second", "adam_beta_2"),
+        "momentums": SlotKind("first", "momentum"),
+        "adam_velocities": SlotKind("second", "adam_beta_2"),
     },
     "Ftrl": {
-        "_accumulators": Slot(
+        "_accumulators": SlotKind(
             "whole", why="its changes are summed in `_linears`, so must be exact"
         ),
-        "_linears": Slot("whole", why="the parameter is computed from it in every step"),
+        "_linears": SlotKind("whole", why="the parameter is computed from it in every step"),
     },
     "ScheduleFreeAdamW": {
-        "_momentums": Slot("whole", why="it is the sequence of weights z, no moment"),
-        "_velocities": Slot("second", "beta_2"),
+        "_momentums": SlotKind("whole", why="it is the sequence of weights z, no moment"),
+        "_velocities": SlotKind("second", "beta_2"),
     },
 }
 """Class name and attribute of every per-variable slot that Keras's optimizers make."""
@@ -194,7 +194,7 @@ def slot_formats(optimizer: Any, config: StateFormatConfig) -> dict[str, Format]
     return formats
 
 
-def _known_slots(optimizer: Any, config: StateFormatConfig) -> dict[str, Slot]:
+def _known_slots(optimizer: Any, config: StateFormatConfig) -> dict[str, SlotKind]:
     name = type(optimizer).__name__
     own = keras_optimizers.own_class(optimizer)
     shipped = own is getattr(keras.optimizers, name, None) and name in SLOTS
@@ -212,7 +212,7 @@ def _known_slots(optimizer: Any, config: StateFormatConfig) -> dict[str, Slot]:
                 "A slot is an attribute of the optimizer that holds a list with one variable per "
                 f"parameter. {name} has {there}. Received: slots={{{attribute!r}: {moment!r}}}"
             )
-        slots[attribute] = Slot(moment, why="named so in slots" if moment == "whole" else "")
+        slots[attribute] = SlotKind(moment, why="named so in slots" if moment == "whole" else "")
     return slots
 
 
@@ -222,7 +222,7 @@ def slot_variables(optimizer: Any, name: str) -> list[keras.Variable | None]:
 
 
 def _check_updates_survive(
-    optimizer: Any, name: str, slot: Slot, form: Format, config: StateFormatConfig
+    optimizer: Any, name: str, slot: SlotKind, form: Format, config: StateFormatConfig
 ) -> None:
     """Refuses nearest rounding where it would undo the smallest change that decay makes.
 

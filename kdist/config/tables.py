@@ -21,14 +21,14 @@ BY_HAND = "split by hand"
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class TablePlace:
     """Where a table is; see `place`."""
 
     where: Where
     prefetch: bool = False
 
 
-host_setting: Setting[Place] = Setting("kdist.place")
+host_setting: Setting[TablePlace] = Setting("kdist.place")
 
 
 def place(
@@ -84,7 +84,7 @@ def place(
     check_not_placed(layer, "kdist.place")
     if where == "host":
         _check_layer(layer, ON_HOST)
-    host_setting.set(layer, Place(where, prefetch))
+    host_setting.set(layer, TablePlace(where, prefetch))
     return layer
 
 
@@ -233,7 +233,7 @@ def split_layers(model: keras.Model) -> dict[keras.layers.Embedding, Split]:
     return {layer: split for layer, split in found.items() if split is not None}
 
 
-def host_layers(model: keras.Model) -> dict[keras.layers.Embedding, Place]:
+def host_layers(model: keras.Model) -> dict[keras.layers.Embedding, TablePlace]:
     """The layers of a model whose tables are on the host.
 
     Raises:
@@ -242,7 +242,7 @@ def host_layers(model: keras.Model) -> dict[keras.layers.Embedding, Place]:
     given = {id(target): place for target, place in host_setting.given()}
     placed = {}
     for layer in keras_models.flat_layers(model):
-        own = Place("host", layer.prefetch) if getattr(layer, "on_host", False) else None
+        own = TablePlace("host", layer.prefetch) if getattr(layer, "on_host", False) else None
         found = given.get(id(layer), own)
         if found is not None and found.where == "host":
             placed[layer] = found

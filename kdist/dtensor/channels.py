@@ -14,7 +14,7 @@ import keras
 
 
 @dataclasses.dataclass(frozen=True)
-class InParts:
+class ConvInParts:
     """A convolution that runs on parts of its filters.
 
     Attributes:
@@ -32,7 +32,7 @@ class InParts:
 
 def convolutions_in_parts(
     layers: Sequence[Any], read: Callable[[keras.Variable], Dims]
-) -> Iterator[InParts]:
+) -> Iterator[ConvInParts]:
     """The convolutions whose channels are cut; `kdist.dtensor.windows` says how they run.
 
     Not those in recurrent cells, whose weights are gathered.
@@ -62,10 +62,10 @@ def convolutions_in_parts(
             weights.append(one.before)
         if one.bias is not None and read(one.bias) == given[1:]:
             weights.append(one.bias)
-        yield InParts(layer, tuple(weights), taken, given)
+        yield ConvInParts(layer, tuple(weights), taken, given)
 
 
-def on_parts(call: Callable, one: InParts) -> Callable:
+def on_parts(call: Callable, one: ConvInParts) -> Callable:
     """`call` of a convolution with channels cut as its filters are, of the gradients too.
 
     A class of one's own may take and give other tensors too, such as masks: these are whole.

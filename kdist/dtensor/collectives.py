@@ -45,7 +45,7 @@ class CannotStitch(Exception):
 
 
 @dataclasses.dataclass
-class Group:
+class CollectiveNodes:
     """Devices that take part in a collective together, and the nodes that it becomes.
 
     Attributes:
@@ -149,7 +149,7 @@ def add_constant(definition: Any, name: str, device: str, value: np.ndarray) -> 
     return f"{name}:output:0"
 
 
-def reduce(node: Any, group: Group) -> list[str]:
+def reduce(node: Any, group: CollectiveNodes) -> list[str]:
     """An all-reduce: one member adds up, and sends to the others what it gets."""
     merge, final = node.attr["merge_op"].s.decode(), node.attr["final_op"].s.decode()
     root, parts = group.root, group.parts
@@ -175,7 +175,7 @@ def reduce(node: Any, group: Group) -> list[str]:
     return _to_all(group, value)
 
 
-def _sum(group: Group, suffix: str, root: int, all_parts: Sequence[str]) -> str:
+def _sum(group: CollectiveNodes, suffix: str, root: int, all_parts: Sequence[str]) -> str:
     """The sum of what members have, at one of them: each process adds up its own first."""
     by_process: dict[Any, list[tuple[int, str]]] = {}
     for k, part in zip(group.members, all_parts, strict=True):
@@ -194,7 +194,7 @@ def _sum(group: Group, suffix: str, root: int, all_parts: Sequence[str]) -> str:
     return group.add_up(suffix, root, terms)
 
 
-def _to_all(group: Group, value: str) -> list[str]:
+def _to_all(group: CollectiveNodes, value: str) -> list[str]:
     """What each member reads of a value at the root: it goes to another process once."""
     arrived = {process_of(group.devices[group.root]): value}
     for k in group.members:
@@ -204,12 +204,12 @@ def _to_all(group: Group, value: str) -> list[str]:
     return [arrived[process_of(group.devices[k])] for k in group.members]
 
 
-def gather(node: Any, group: Group) -> list[str]:
+def gather(node: Any, group: CollectiveNodes) -> list[str]:
     """An all-gather along dim 0."""
     return _to_all(group, group.concat("gather", group.root, group.parts, 0))
 
 
-def all_to_all(node: Any, group: Group) -> list[str]:
+def all_to_all(node: Any, group: CollectiveNodes) -> list[str]:
     """Member i gets the i-th block of each member's rows, one after the other."""
     blocks = group.split()
     return [
@@ -218,7 +218,7 @@ def all_to_all(node: Any, group: Group) -> list[str]:
     ]
 
 
-def reduce_scatter(node: Any, group: Group) -> list[str]:
+def reduce_scatter(node: Any, group: CollectiveNodes) -> list[str]:
     """Member i gets the sum of the i-th blocks that all members have."""
     merge = node.attr["merge_op"].s.decode()
     if merge != "Add":
@@ -229,7 +229,7 @@ def reduce_scatter(node: Any, group: Group) -> list[str]:
     ]
 
 
-TABLE: Mapping[str, Callable[[Any, Group], list[str]]] = {
+TABLE: Mapping[str, Callable[[Any, CollectiveNodes], list[str]]] = {
     "CollectiveReduceV2": reduce,
     "CollectiveGatherV2": gather,
     "CollectiveAllToAllV2": all_to_all,
@@ -238,13 +238,13 @@ TABLE: Mapping[str, Callable[[Any, Group], list[str]]] = {
 """By operation: what each member gets, for a node and a group."""
 
 
-def gather_blocks(group: Group, begins: Sequence[Sequence[int]]) -> list[str]:
+def gather_blocks(group: CollectiveNodes, begins: Sequence[Sequence[int]]) -> list[str]:
     """An all-gather along any dims, of parts that begin where it is said."""
     blocks = [(tuple(map(int, b)), part) for b, part in zip(begins, group.parts, strict=True)]
     return _to_all(group, _joined(group, "gather", blocks))
 
 
-def _joined(group: Group, suffix: str, blocks: Sequence[Block]) -> str:
+def _joined(group: CollectiveNodes, suffix: str, blocks: Sequence[Block]) -> str:
     """Concatenates blocks along the first dim in which they differ, each of them along others."""
     if len(blocks) == 1:
         return blocks[0][1]

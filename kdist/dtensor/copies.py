@@ -7,9 +7,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kdist._compat import dtensor_internals, xla_clusters
-from kdist.dtensor.collectives import COLLECTIVES, TABLE, Group, add_constant, gather_blocks
+from kdist.dtensor.collectives import (
+    COLLECTIVES,
+    TABLE,
+    CollectiveNodes,
+    add_constant,
+    gather_blocks,
+)
 from kdist.dtensor.device_number import SHAPES, without_notes
-from kdist.dtensor.outlining import Call, Outlined
+from kdist.dtensor.outlining import Outlined, SegmentCall
 from kdist.dtensor.stitched import VARIANT
 from kdist.graphs.chunks import Chunk, node_of
 from kdist.sharding.device import Device
@@ -164,7 +170,7 @@ class Copies:
             copy.input.extend(self._reference(one, k) for one in data)
             copy.input.extend(self._edges(waits, k))
 
-    def _add_call(self, call: Call) -> None:
+    def _add_call(self, call: SegmentCall) -> None:
         """A call of what lies between two communications, on each device."""
         for k, device in enumerate(self.devices):
             copy = self.definition.node_def.add()
@@ -197,7 +203,7 @@ class Copies:
         known = self.stitcher.turns.get(node.name)
         for g, members in enumerate(self.stitcher.groups(node)):
             turn = next(self._turns) if known is None else known
-            group = Group(
+            group = CollectiveNodes(
                 self.definition,
                 self.devices,
                 f"{node.name}/group{g}",

@@ -11,7 +11,7 @@ from kdist.dtensor.body import TAG, Body, data_inputs, topological
 from kdist.dtensor.collectives import COLLECTIVES
 from kdist.dtensor.crossed_sums import uncross
 from kdist.dtensor.device_number import SHAPES
-from kdist.dtensor.islands import CannotCut, Cut, with_neighbours
+from kdist.dtensor.islands import CannotCut, WithoutIslands, with_neighbours
 from kdist.dtensor.kept_layouts import keep_layouts
 from kdist.dtensor.lowered_program import Function, LoweredProgram
 from kdist.dtensor.lowering import LAID_OUT, lower
@@ -129,10 +129,10 @@ class _Expansion:
             self.stand_ins.stand(self.islands)
         self._changed = bool(rewritten or body.said or body.handles)
 
-    def without(self, inside: dict[str, str]) -> Cut | None:
+    def without(self, inside: dict[str, str]) -> WithoutIslands | None:
         """The function without what is in islands; None: it is as it was traced."""
         if inside or self._changed or self.stand_ins.kinds:
-            return Cut(self.body, inside, self._mesh)
+            return WithoutIslands(self.body, inside, self._mesh)
         return None
 
     def learns(self, error: Exception, inside: dict[str, str], given: Any) -> bool:
@@ -280,7 +280,7 @@ def _searched(
     while fails - works > 1:
         middle = (works + fails) // 2
         rest = with_neighbours(body, {**inside, **dict.fromkeys(order[middle:], "")})
-        cut = Cut(body, rest, mesh)
+        cut = WithoutIslands(body, rest, mesh)
         try:
             lower(cut.function, mesh, cut.layouts(layouts))
             works = middle
@@ -321,7 +321,7 @@ def _number_of_failed(
 ) -> int | None:
     """Lowers once more, with numbers on the operations in question, to see at which it fails."""
     try:
-        lower(Cut(body, inside, mesh, numbers).function, mesh, layouts)
+        lower(WithoutIslands(body, inside, mesh, numbers).function, mesh, layouts)
     except (UnicodeDecodeError, tf.errors.OpError, ValueError) as error:
         return limits.failed_number(error, TAG)
     return None

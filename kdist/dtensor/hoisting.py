@@ -24,7 +24,7 @@ _INTEGERS = (tf.int32, tf.int64)
 
 
 @dataclasses.dataclass(frozen=True)
-class Made:
+class SizeTensor:
     """A tensor made of sizes alone.
 
     Attributes:
@@ -56,7 +56,7 @@ class Hoisted:
     """
 
     concrete: Any
-    made: tuple[Made, ...]
+    made: tuple[SizeTensor, ...]
     shapes: tuple[Shapes, ...]
     values: tuple[Mapping[int, Any], ...]
     bounded: bool
@@ -189,7 +189,7 @@ def _is_taken(tensor: Any, example: InferredShapes) -> bool:
     return bool(not tensor.shape.is_fully_defined() and at.is_fully_defined())
 
 
-def _made(tensor: Any, graphs: Sequence[InferredShapes], definition: Any) -> Made:
+def _made(tensor: Any, graphs: Sequence[InferredShapes], definition: Any) -> SizeTensor:
     """What makes a tensor of shapes."""
     needed: dict[str, Any] = {}
     leaves: dict[str, Any] = {}
@@ -217,7 +217,7 @@ def _made(tensor: Any, graphs: Sequence[InferredShapes], definition: Any) -> Mad
         return imported(part, list(values), list(values.values()), [tensor])[0]
 
     specs = [tf.TensorSpec([t.shape.rank], tf.int32) for t in sources.values()]
-    return Made(
+    return SizeTensor(
         tf.function(make, autograph=False).get_concrete_function(*specs),
         tuple(_examples(t, graphs) for t in sources.values()),
         tf.TensorSpec(tensor.shape, tensor.dtype),

@@ -119,7 +119,7 @@ def _ordered_effects(body: Body) -> dict[str, list[str]]:
     return found
 
 
-class Cut:
+class WithoutIslands:
     """A traced function without some of its operations, to lower, and to put them back.
 
     Args:

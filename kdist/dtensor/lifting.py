@@ -22,7 +22,7 @@ from kdist.dtensor.body import topological
 from kdist.dtensor.collectives import add_constant
 from kdist.dtensor.device_number import SHAPES
 from kdist.dtensor.formulas import Formula, Numbers
-from kdist.dtensor.hoisting import Hoisted, Made
+from kdist.dtensor.hoisting import Hoisted, SizeTensor
 from kdist.dtensor.lowered_program import Argument, LoweredProgram
 from kdist.dtensor.sizes import CannotLift, Examples
 from kdist.dtensor.twins import Twins, relax, sizes_of, twins
@@ -329,7 +329,7 @@ class _Writer:
             return packed
         return self.add("Cast", [packed], "y", SrcT=_INT32, DstT=dtype)
 
-    def call(self, made: Made, function: str, user: str) -> str:
+    def call(self, made: SizeTensor, function: str, user: str) -> str:
         """Adds a call of what makes a tensor of shapes."""
         shapes = [[*zip(*one, strict=True)] for one in made.shapes]
         inputs = [self.vector(one, _INT32, user) for one in shapes]

@@ -67,7 +67,7 @@ class Collective:
 
 
 @dataclasses.dataclass
-class Recorder:
+class LoweringRecorder:
     """The programs that DTensor lowered while it recorded.
 
     Attributes:
@@ -79,7 +79,7 @@ class Recorder:
 
 
 @contextlib.contextmanager
-def record() -> Iterator[Recorder]:
+def record() -> Iterator[LoweringRecorder]:
     """Notes which programs DTensor lowers within the block.
 
     DTensor lowers a function at its first call with given shapes and layouts: put that call into
@@ -94,7 +94,7 @@ def record() -> Iterator[Recorder]:
     ```
     """
     before = dtensor_internals.lowered_names()
-    recorder = Recorder()
+    recorder = LoweringRecorder()
     try:
         yield recorder
     finally:
@@ -103,7 +103,7 @@ def record() -> Iterator[Recorder]:
 
 
 def collectives(
-    recorder: Recorder, mesh: dtensor.Mesh, layers: Collection[str] = ()
+    recorder: LoweringRecorder, mesh: dtensor.Mesh, layers: Collection[str] = ()
 ) -> list[Collective]:
     """Reads the collectives of the recorded programs of one mesh.
 

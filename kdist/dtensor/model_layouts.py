@@ -9,15 +9,15 @@ from kdist._compat import keras_models
 from kdist.config.idle_layouts import idle_axis, no_sequence
 from kdist.config.parallel import ParallelConfig
 from kdist.config.shard import ResolvedShard, declarations, resolve_declaration
-from kdist.config.tables import Place, Split, host_layers, split_layers
+from kdist.config.tables import Split, TablePlace, host_layers, split_layers
 from kdist.config.without_effect import WithoutEffect
 from kdist.display.warn import warn
 from kdist.dtensor.adapters import adapter_layouts
 from kdist.dtensor.along_sequence import End, ends
-from kdist.dtensor.channels import InParts, convolutions_in_parts
+from kdist.dtensor.channels import ConvInParts, convolutions_in_parts
 from kdist.dtensor.limits import RULED_OUT
 from kdist.dtensor.lowered_program import Island
-from kdist.dtensor.relayout import Trace
+from kdist.dtensor.relayout import SliceTrace
 from kdist.layers.relayout import Relayout
 from kdist.layers.tables import TableConfig
 from kdist.plan.auto_tables import chosen
@@ -99,7 +99,7 @@ class ModelLayouts:
         self.chosen = {} if data_inside else self._chosen(model, [*hosted, *split])
         for layer, table in self.chosen.items():
             if table.placement == "host":
-                hosted[layer] = Place("host")
+                hosted[layer] = TablePlace("host")
             else:
                 split[layer] = Split(table.rows or (), table.axis, columns=table.columns or ())
         self.on_host = {id(layer.embeddings) for layer in hosted}
@@ -154,11 +154,11 @@ class ModelLayouts:
         """
         return inner_dims(self.weights[key].dims, self.topology)
 
-    def convolutions_in_parts(self) -> list[InParts]:
+    def convolutions_in_parts(self) -> list[ConvInParts]:
         """See `kdist.dtensor.channels`."""
         return [*convolutions_in_parts(self.model_layers, lambda v: self.read(id(v)))]
 
-    def learn(self, trace: Trace) -> None:
+    def learn(self, trace: SliceTrace) -> None:
         """Notes what a traced program cuts, and what it should and does not."""
         self.tell_uncut(trace.uncut)
         self._cut_over |= trace.cut_over

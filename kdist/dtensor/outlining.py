@@ -33,7 +33,7 @@ _known: Any = weakref.WeakValueDictionary()
 """Functions that something still calls, by what they compute."""
 
 
-class Call(NamedTuple):
+class SegmentCall(NamedTuple):
     """A call of a segment's function.
 
     Attributes:
@@ -61,7 +61,7 @@ class Outlined:
     """
 
     def __init__(self, stitcher: Stitcher, chunk: Chunk) -> None:
-        self.calls: list[Call] = []
+        self.calls: list[SegmentCall] = []
         self.functions: list[Any] = []
         self._stitcher = stitcher
         self._nodes = {name: stitcher.nodes[name] for name in chunk.nodes}
@@ -139,7 +139,7 @@ class Outlined:
         call.attr["Tout"].list.type.extend(map(self._stitcher.dtype, gives))
         call.attr["config_proto"].s = of_segments()
         call.attr[SHAPES].list.shape.extend(self._stitcher.shape(one).as_proto() for one in gives)
-        self.calls.append(Call(call, tuple(body.takes), tuple(waits)))
+        self.calls.append(SegmentCall(call, tuple(body.takes), tuple(waits)))
 
 
 class _Body:

@@ -36,7 +36,7 @@ GATHER_SWITCH = "LOWER_DTENSOR_GATHER_TO_COLLECTIVE_GATHER_V2"
 
 
 @dataclasses.dataclass
-class Trace:
+class SliceTrace:
     """A program that is being traced for a slice.
 
     Attributes:
@@ -63,7 +63,7 @@ class _Traces(threading.local):
     """The running traces of one thread, innermost last."""
 
     def __init__(self) -> None:
-        self.stack: list[Trace] = []
+        self.stack: list[SliceTrace] = []
 
 
 _traces = _Traces()
@@ -81,7 +81,7 @@ def make_mesh(topology: Topology) -> dtensor.Mesh:
 
 
 @contextlib.contextmanager
-def tracing(mesh: dtensor.Mesh, topology: Topology, *, alltoall: bool) -> Iterator[Trace]:
+def tracing(mesh: dtensor.Mesh, topology: Topology, *, alltoall: bool) -> Iterator[SliceTrace]:
     """Makes `relayout_active` work on a mesh, in this thread, for the time of one trace.
 
     Args:
@@ -101,7 +101,7 @@ def tracing(mesh: dtensor.Mesh, topology: Topology, *, alltoall: bool) -> Iterat
             "enable_alltoall=True needs DTensor's all-to-all, which the environment switches off: "
             f"unset {ALLTOALL_SWITCH} and start again. Received: {ALLTOALL_SWITCH}={switch!r}"
         )
-    trace = Trace(mesh, topology, alltoall)
+    trace = SliceTrace(mesh, topology, alltoall)
     _traces.stack.append(trace)
     try:
         with laying_out(relayout_active), said_shapes.noting():
@@ -132,7 +132,7 @@ def lowering(mesh: dtensor.Mesh) -> Iterator[None]:
             os.environ[GATHER_SWITCH] = before
 
 
-def active() -> Trace | None:
+def active() -> SliceTrace | None:
     """The running trace of this thread, or None."""
     return _traces.stack[-1] if _traces.stack else None
 
@@ -198,7 +198,7 @@ def relayout_active(
 
     Returns:
         The tensor. A dim that does not divide (the rows of a last, smaller batch) is not cut in
-        this trace, since DTensor has equal parts only; `Trace.uncut` notes it.
+        this trace, since DTensor has equal parts only; `SliceTrace.uncut` notes it.
 
     Raises:
         ValueError: If the strategy has more entries than the tensor dims, or does not parse.

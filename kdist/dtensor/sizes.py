@@ -74,7 +74,7 @@ class Findings:
 
 
 @dataclasses.dataclass(frozen=True)
-class Sizes:
+class TracedSizes:
     """What is known of the sizes of the step that is being traced.
 
     Attributes:
@@ -102,7 +102,7 @@ class _Active(threading.local):
     """Those of this thread's traces, innermost last."""
 
     def __init__(self) -> None:
-        self.stack: list[Sizes | None] = []
+        self.stack: list[TracedSizes | None] = []
 
 
 _active = _Active()
@@ -112,7 +112,7 @@ _KEEP_DIMS = frozenset({"Identity", "StridedSlice", "Split", "Slice", "Cast"})
 
 
 @contextlib.contextmanager
-def tracing_with(sizes: Sizes | None) -> Iterator[None]:
+def tracing_with(sizes: TracedSizes | None) -> Iterator[None]:
     """Makes `active` give these sizes within the block."""
     _active.stack.append(sizes)
     try:
@@ -121,7 +121,7 @@ def tracing_with(sizes: Sizes | None) -> Iterator[None]:
         _active.stack.pop()
 
 
-def active() -> Sizes | None:
+def active() -> TracedSizes | None:
     """Those of the step that is being traced; None if it knows its shapes."""
     return _active.stack[-1] if _active.stack else None
 
@@ -150,7 +150,7 @@ def require_multiples(count: int, rows: bool) -> None:
 
 
 def note(tensors: Sequence[Any]) -> None:
-    """Notes the examples of a batch's tensors, in the order in which `Sizes` has them."""
+    """Notes the examples of a batch's tensors, in the order in which `TracedSizes` has them."""
     sizes = active()
     if sizes is None:
         return

@@ -36,7 +36,7 @@ from kdist.dtensor.scattered_sums import scatter
 from kdist.dtensor.stitched import VARIANT, StitchedFunction
 from kdist.dtensor.straight_gathers import straighten
 from kdist.dtensor.undone_gathers import undo_gathers
-from kdist.graphs.chunks import Chunk, Graph, node_of
+from kdist.graphs.chunks import Chunk, ProgramGraph, node_of
 from kdist.graphs.recompute import Repeated
 
 import numpy as np
@@ -133,9 +133,9 @@ class Stitcher:
         self.live = [name for name in topological(self.nodes) if name in live]
 
     @property
-    def graph(self) -> Graph:
+    def graph(self) -> ProgramGraph:
         """What there is to cut into chunks."""
-        return Graph(
+        return ProgramGraph(
             inputs={
                 name: [r for r in self.inputs_of(self.nodes[name]) if node_of(r) not in self.folded]
                 for name in self.live

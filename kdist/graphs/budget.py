@@ -18,7 +18,7 @@ import functools
 import itertools
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 
-from kdist.graphs.chunks import Graph, node_of
+from kdist.graphs.chunks import ProgramGraph, node_of
 
 STATES = 96
 """Sets of wanted nodes that are followed at a time."""
@@ -42,7 +42,7 @@ class Trade:
 
 
 def best_trades(
-    graph: Graph,
+    graph: ProgramGraph,
     nbytes: Mapping[str, int],
     seconds: Mapping[str, float],
     repeatable: Collection[str],
@@ -114,7 +114,7 @@ class _Problem:
 
     def __init__(
         self,
-        graph: Graph,
+        graph: ProgramGraph,
         nbytes: Mapping[str, int],
         seconds: Mapping[str, float],
         repeatable: set[str],

@@ -28,7 +28,7 @@ MOST_BYTES = 32 << 20
 
 
 @dataclasses.dataclass(frozen=True)
-class Graph:
+class ProgramGraph:
     """A program, as far as cutting it is concerned.
 
     Attributes:
@@ -117,7 +117,7 @@ def whole_blocks(
 
 
 def cut(
-    graph: Graph,
+    graph: ProgramGraph,
     chunk_of: Mapping[str, int],
     fetched: Collection[str] = (),
     seeds: Collection[str] = (),
@@ -152,7 +152,7 @@ class _Labels:
 
     def __init__(
         self,
-        graph: Graph,
+        graph: ProgramGraph,
         chunk_of: Mapping[str, int],
         fetched: Collection[str],
         seeds: Collection[str],
@@ -274,7 +274,7 @@ class _Labels:
         return found
 
 
-def _chunks(graph: Graph, where: Mapping[str, int], count: int) -> list[Chunk]:
+def _chunks(graph: ProgramGraph, where: Mapping[str, int], count: int) -> list[Chunk]:
     """The chunks, given the number of each node's."""
     position = {name: i for i, name in enumerate(graph.inputs)}
     nodes: list[set[str]] = [set() for _ in range(count)]

@@ -38,7 +38,7 @@ ASSIGNMENTS = r"Assign(Add|Sub)?VariableOp|ResourceScatter\w+|ResourceApply\w+"
 
 
 @dataclasses.dataclass(frozen=True)
-class Node:
+class ExecutedNode:
     """One executed operation.
 
     Attributes:
@@ -63,7 +63,7 @@ class Node:
 
 
 @dataclasses.dataclass(frozen=True)
-class Transfer:
+class ExecutedTransfer:
     """One tensor sent from a device to another, or a control signal.
 
     Attributes:
@@ -110,15 +110,15 @@ class ExecutedFunction:
             show.
     """
 
-    nodes: tuple[Node, ...]
-    transfers: tuple[Transfer, ...]
+    nodes: tuple[ExecutedNode, ...]
+    transfers: tuple[ExecutedTransfer, ...]
 
     @property
     def devices(self) -> tuple[str, ...]:
         """The devices on which it ran nodes, in order."""
         return tuple(sorted({n.device for n in self.nodes}, key=Device.parse))
 
-    def select(self, ops: str) -> list[Node]:
+    def select(self, ops: str) -> list[ExecutedNode]:
         """Its nodes of some types.
 
         Args:
@@ -181,8 +181,8 @@ def _read(graphs: Any) -> ExecutedFunction:
         for f in source.library.function
     }
     shapes = _Shapes(graphs)
-    nodes: list[Node] = []
-    transfers: list[Transfer] = []
+    nodes: list[ExecutedNode] = []
+    transfers: list[ExecutedTransfer] = []
     # Of devices of other processes TensorFlow reports no graph: what they send shows where it
     # arrives here.
     reported = {node.device for graph in graphs.partition_graphs for node in graph.node}
@@ -203,9 +203,11 @@ def _device(name: str) -> str:
     return Device.parse(name).name
 
 
-def _with_body(node: Any, device: str, call: str, library: Mapping[str, Any]) -> Iterator[Node]:
+def _with_body(
+    node: Any, device: str, call: str, library: Mapping[str, Any]
+) -> Iterator[ExecutedNode]:
     """A node and, if it calls functions, what these run."""
-    yield Node(node.name, node.op, device, call, _first_shape(node))
+    yield ExecutedNode(node.name, node.op, device, call, _first_shape(node))
     inside = f"{call}/{node.name}" if call else node.name
     for value in node.attr.values():
         for function in (value.func, *value.list.func):
@@ -222,12 +224,12 @@ def _first_shape(node: Any) -> tuple[int, ...] | None:
     return tuple(d.size for d in shapes[0].dim)
 
 
-def _transfer(node: Any, ops: Mapping[str, str], shapes: _Shapes) -> Transfer:
+def _transfer(node: Any, ops: Mapping[str, str], shapes: _Shapes) -> ExecutedTransfer:
     tensor = node.attr["tensor_name"].s.decode()
     # The name is `edge_<number>_<tensor>`; the input says the same, with its output number.
     producer = node.input[0].lstrip("^")
     control = _CONTROL in tensor or _CONTROL in producer
-    return Transfer(
+    return ExecutedTransfer(
         tensor=producer,
         op=ops.get(producer.split(":")[0], ""),
         source=_device(node.attr["send_device"].s.decode()),
@@ -238,11 +240,11 @@ def _transfer(node: Any, ops: Mapping[str, str], shapes: _Shapes) -> Transfer:
     )
 
 
-def _arrival(node: Any, shapes: _Shapes) -> Transfer:
+def _arrival(node: Any, shapes: _Shapes) -> ExecutedTransfer:
     """A transfer from a device of which there is no graph."""
     tensor = node.attr["tensor_name"].s.decode()
     producer = tensor.split("_", 2)[-1]
-    return Transfer(
+    return ExecutedTransfer(
         tensor=producer,
         op="",
         source=_device(node.attr["send_device"].s.decode()),

@@ -30,7 +30,7 @@ class Leaf:
 
 
 @dataclasses.dataclass(frozen=True)
-class Traced:
+class TracedFunction:
     """A trace of a function.
 
     Attributes:
@@ -55,7 +55,7 @@ class FlatFunction:
         self.function, self.seeds, self.apart = function, seeds, apart
         self._functions: dict[str, Any] = {}
 
-    def trace(self, arguments: Sequence[Any]) -> Traced:
+    def trace(self, arguments: Sequence[Any]) -> TracedFunction:
         """The trace for some calls, whose sizes may differ.
 
         Args:
@@ -67,7 +67,7 @@ class FlatFunction:
             self._functions[key] = self._traceable(like)
         specs = [_general(tensors) for tensors in zip(*map(flat, arguments), strict=True)]
         concrete = self._functions[key].get_concrete_function(*specs)
-        return Traced(concrete, _leaves(concrete.structured_outputs))
+        return TracedFunction(concrete, _leaves(concrete.structured_outputs))
 
     def _traceable(self, like: Any) -> Any:
         def call(*tensors: Any) -> Any:

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Mapping
 
-from kdist.graphs.chunks import Graph, node_of
+from kdist.graphs.chunks import ProgramGraph, node_of
 
 WITHOUT_END = 1 << 62
 
 
 def fewest_kept(
-    graph: Graph,
+    graph: ProgramGraph,
     nbytes: Mapping[str, int],
     repeatable: Collection[str],
     read: Collection[str],

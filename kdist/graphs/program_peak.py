@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from kdist.graphs.chunks import Chunk, Graph, node_of
+from kdist.graphs.chunks import Chunk, ProgramGraph, node_of
 from kdist.graphs.live_tensors import EACH, LiveTensors, Op, Output
 from kdist.graphs.recompute import Passes, Repeated
 
@@ -14,7 +14,7 @@ DEVICE = "one"
 def repeated_peak(
     made: Repeated,
     passes: Passes,
-    chunks: Callable[[Graph], Sequence[Chunk]],
+    chunks: Callable[[ProgramGraph], Sequence[Chunk]],
     kind: Callable[[str], str],
     nbytes: Callable[[str], int],
     *,

@@ -24,7 +24,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 
-from kdist.graphs.chunks import Graph, node_of
+from kdist.graphs.chunks import ProgramGraph, node_of
 
 AGAIN = "kdist_again/"
 """Before the name of a node, the name of its copy."""
@@ -43,7 +43,7 @@ class Repeated:
         references: By name of a node, copies included: references in place of its own ones.
     """
 
-    graph: Graph
+    graph: ProgramGraph
     originals: Mapping[str, str]
     gates: Mapping[str, tuple[str, ...]]
     references: Mapping[str, Mapping[str, str]]
@@ -62,7 +62,7 @@ class Passes:
     seeded: frozenset[str]
 
     @classmethod
-    def of(cls, graph: Graph, seeds: Collection[str]) -> Passes:
+    def of(cls, graph: ProgramGraph, seeds: Collection[str]) -> Passes:
         """Tells them apart.
 
         Args:
@@ -76,7 +76,7 @@ class Passes:
 
 
 def repeat(
-    graph: Graph,
+    graph: ProgramGraph,
     passes: Passes,
     again: Collection[str],
     seeds: Collection[str],
@@ -101,7 +101,7 @@ class _Repeating:
 
     def __init__(
         self,
-        graph: Graph,
+        graph: ProgramGraph,
         passes: Passes,
         again: set[str],
         seeds: set[str],
@@ -242,7 +242,7 @@ class _Repeating:
         return first if self.copied else {}
 
 
-def gradients_in_step(graph: Graph, passes: Passes) -> Graph:
+def gradients_in_step(graph: ProgramGraph, passes: Passes) -> ProgramGraph:
     """The program with its backward pass in the order in which it could run at best.
 
     A program may have all gradients of parameters at its end. In that order the copies that are for
@@ -256,7 +256,7 @@ def gradients_in_step(graph: Graph, passes: Passes) -> Graph:
     return dataclasses.replace(graph, inputs={n: graph.inputs[n] for n in names})
 
 
-def descendants(graph: Graph, given: Iterable[str]) -> set[str]:
+def descendants(graph: ProgramGraph, given: Iterable[str]) -> set[str]:
     """The nodes that depend on some arguments or nodes."""
     known, found = set(given), set()
     for name, references in graph.inputs.items():
@@ -266,7 +266,7 @@ def descendants(graph: Graph, given: Iterable[str]) -> set[str]:
     return found
 
 
-def ancestors(graph: Graph, references: Iterable[str]) -> set[str]:
+def ancestors(graph: ProgramGraph, references: Iterable[str]) -> set[str]:
     """The nodes that some tensors depend on, those that make them included."""
     found: set[str] = set()
     waiting = list(map(node_of, references))
@@ -278,7 +278,7 @@ def ancestors(graph: Graph, references: Iterable[str]) -> set[str]:
     return found
 
 
-def follows_from(graph: Graph, given: Iterable[str]) -> set[str]:
+def follows_from(graph: ProgramGraph, given: Iterable[str]) -> set[str]:
     """Some arguments or nodes, with the nodes that depend on these alone."""
     found = set(given)
     for name, references in graph.inputs.items():
@@ -287,7 +287,9 @@ def follows_from(graph: Graph, given: Iterable[str]) -> set[str]:
     return found
 
 
-def handed_out(graph: Graph, passes: Passes, blocks: Mapping[str, Hashable]) -> Iterator[str]:
+def handed_out(
+    graph: ProgramGraph, passes: Passes, blocks: Mapping[str, Hashable]
+) -> Iterator[str]:
     """The nodes of blocks whose results other forward nodes take, or the program returns."""
     found = set(map(node_of, graph.results))
     for name in passes.forward:

@@ -18,7 +18,7 @@ from kdist.layers.lazy import Lazy
 from kdist.optimizer.absent import Live, passed_over
 from kdist.optimizer.settings import carry_settings, for_all_weights, share_variables
 from kdist.optimizer.shared_steps import SharedSteps
-from kdist.storage.row_views import Rows, scattered
+from kdist.storage.row_views import RowView, scattered
 from kdist.storage.variables import backing_of
 
 import keras
@@ -256,7 +256,7 @@ class LocalOptimizer:
 def scatter_rows(variable: keras.Variable, method: str, slices: tf.IndexedSlices) -> bool:
     """Writes rows to a view on rows; False if the variable is another kind of view."""
     backing = backing_of(variable)
-    if not isinstance(backing, Rows):
+    if not isinstance(backing, RowView):
         return False
     if (mapped := keras_trainer.current_value(variable)) is not None:
         variable.assign(scattered(mapped, method, slices))
@@ -268,6 +268,6 @@ def scatter_rows(variable: keras.Variable, method: str, slices: tf.IndexedSlices
 def read_rows(optimizer: Lazy, variable: Any, indices: Any) -> Any:
     """Rows of a variable; of a view on rows, from where these lie."""
     backing = backing_of(variable)
-    if isinstance(backing, Rows):
+    if isinstance(backing, RowView):
         return backing.gather(indices)
     return Lazy.read_rows(optimizer, variable, indices)

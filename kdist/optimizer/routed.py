@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from kdist.comm.execute import Held, Row, Slot, run
+from kdist.comm.execute import ChunkSlot, Held, Row, run
 from kdist.plan.routes import Route, routes
 from kdist.storage import nccl
 from kdist.storage.transfer import Sent, added, process_of
@@ -110,14 +110,14 @@ def _cut(value: Any, device: str, made: Sequence[Route]) -> list[Any]:
         return [flat] if len(made) == 1 else tf.split(flat, [sum(one.sizes) for one in made])
 
 
-def _chunks(vector: Any, device: str, sizes: Sequence[int]) -> dict[int, Slot]:
+def _chunks(vector: Any, device: str, sizes: Sequence[int]) -> dict[int, ChunkSlot]:
     """What a rank has, chunk by chunk."""
     with tf.device(device):
         cut = [vector] if len(sizes) == 1 else tf.split(vector, list(sizes))
-    return {number: Slot([one]) for number, one in enumerate(cut)}
+    return {number: ChunkSlot([one]) for number, one in enumerate(cut)}
 
 
-def _joined(chunks: Mapping[int, Slot], device: str) -> Any:
+def _joined(chunks: Mapping[int, ChunkSlot], device: str) -> Any:
     with tf.device(device):
         values = [chunks[n].read(tf.add_n) for n in sorted(chunks)]
         return values[0] if len(values) == 1 else tf.concat(values, 0)

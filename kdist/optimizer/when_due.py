@@ -22,7 +22,7 @@ import tensorflow as tf
 
 
 @dataclasses.dataclass(frozen=True)
-class Held:
+class DueAccumulator:
     """An accumulator of a device's optimizer, zero between steps, which hands a total on.
 
     Attributes:
@@ -46,7 +46,7 @@ class Held:
         return value
 
 
-def held_by(local: Sequence[LocalOptimizer], numbers: Container[int]) -> dict[int, Held]:
+def held_by(local: Sequence[LocalOptimizer], numbers: Container[int]) -> dict[int, DueAccumulator]:
     """By number of a job, what hands its total on.
 
     Args:
@@ -59,7 +59,7 @@ def held_by(local: Sequence[LocalOptimizer], numbers: Container[int]) -> dict[in
         for one, n, variable in found
         if n in numbers
     }
-    return {n: Held(one, device) for n, (one, device) in kept.items() if one is not None}
+    return {n: DueAccumulator(one, device) for n, (one, device) in kept.items() if one is not None}
 
 
 def is_due(leaf: Any, local: Sequence[LocalOptimizer]) -> Any:

@@ -57,7 +57,7 @@ class Roles:
 
 
 @dataclasses.dataclass(frozen=True)
-class Group:
+class ProductGroup:
     """Products that are cut together: whatever lies between them is of their features alone.
 
     Attributes:
@@ -88,7 +88,7 @@ class Group:
         return float(self.elements / sent**0.25)
 
 
-def chosen(groups: Iterable[Group]) -> list[Group]:
+def chosen(groups: Iterable[ProductGroup]) -> list[ProductGroup]:
     """Groups of a model that is a graph of layers, in the order in which to cut them.
 
     They may share products: what one block hands on to the next has a group too, at the expense of
@@ -103,7 +103,7 @@ def chosen(groups: Iterable[Group]) -> list[Group]:
         taken = {one.taken for one in group.rows}
         columns = tuple(one for one in group.columns if {one.given} == taken)
         if columns and not any(is_wide(one) for one in group.rows):
-            fitting.append(Group(columns, group.rows))
+            fitting.append(ProductGroup(columns, group.rows))
     few = [one for one in fitting if len(one.columns) <= MANY]
     first = [few[n] for n in heaviest([(one.worth, one.paths) for one in few])]
     rest = sorted((one for one in fitting if one not in first), key=lambda one: -one.worth)
@@ -116,7 +116,7 @@ def is_wide(product: Product) -> bool:
     return many and product.elements >= LARGE
 
 
-def pairs_by_size(products: Sequence[Product], attends: bool) -> Iterator[Group]:
+def pairs_by_size(products: Sequence[Product], attends: bool) -> Iterator[ProductGroup]:
     """Pairs of a layer whose `call` is not known: those whose sizes leave no other reading.
 
     Heads are made and taken, or a width that is not the one it is made of. Where all have one
@@ -128,13 +128,13 @@ def pairs_by_size(products: Sequence[Product], attends: bool) -> Iterator[Group]
     """
     sizes = {one.given + one.taken for one in products}
     if attends and len(products) == 4 and len(sizes) == 1 and len(products[0].shape) == 2:
-        yield Group(tuple(products[:3]), tuple(products[3:]))
+        yield ProductGroup(tuple(products[:3]), tuple(products[3:]))
         return
     before: list[Product] = []
     for rows in products:
         columns = [one for one in before if _fits(one, rows)]
         if any(_whole(one, rows) for one in columns):
-            yield Group(tuple(columns), (rows,))
+            yield ProductGroup(tuple(columns), (rows,))
             before = [one for one in before if one not in columns]
         else:
             before.append(rows)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 from kdist.config.recompute_blocks import Blocks, Choice
 from kdist.graphs.budget import Trade, apart, best_trades, joined, largest_that_fits, together
-from kdist.graphs.chunks import Graph, node_of
+from kdist.graphs.chunks import ProgramGraph, node_of
 from kdist.graphs.layer_names import BACKWARD
 from kdist.graphs.live_tensors import VIEWS
 from kdist.graphs.minimum_cut import fewest_kept
@@ -70,7 +70,7 @@ class Candidates:
         inner: Those of which a budget decides, with their segments.
     """
 
-    def __init__(self, graph: Graph, passes: Passes, blocks: Blocks, nodes: Nodes) -> None:
+    def __init__(self, graph: ProgramGraph, passes: Passes, blocks: Blocks, nodes: Nodes) -> None:
         self.graph, self.nodes = graph, nodes
         within = {
             name: segment
@@ -235,7 +235,7 @@ def _up(nbytes: int) -> float:
     return math.ceil(nbytes / MB * 10**digits) / 10**digits
 
 
-def _read(graph: Graph, passes: Passes) -> set[str]:
+def _read(graph: ProgramGraph, passes: Passes) -> set[str]:
     """Forward nodes that the backward pass reads."""
     found = {
         node_of(r)

@@ -26,7 +26,7 @@ from kdist.program.loss_parts import collected, penalty_name
 from kdist.program.model_state import ModelState
 from kdist.program.padded_batch import PaddedBatch
 from kdist.program.pruning import without_effects
-from kdist.program.traced import Traced
+from kdist.program.traced import TraceFacts
 from kdist.program.unlisted_writes import refuse_unlisted_writes
 from kdist.storage import sparse
 from kdist.storage.overwritten import refuse_added
@@ -60,8 +60,8 @@ class Program:
         self.unseeded = keras_seeds.make_unseeded_generator()
         with keras_seeds.drawing_from(self.unseeded):
             self.state = ModelState.of(model)
-        self.trained = Traced()
-        self.tested = Traced()
+        self.trained = TraceFacts()
+        self.tested = TraceFacts()
         self.eager = EagerLookUps()
         self.tables = FetchedTables([], self._for_tables, [])
         self.padded = PaddedBatch(self._for_tables, self.state.written)
@@ -121,7 +121,7 @@ class Program:
         """How each compiled loss combines over replicas."""
         return term_kinds(self.model)
 
-    def traced(self, training: bool) -> Traced:
+    def traced(self, training: bool) -> TraceFacts:
         """What tracing the training, or the inference, pass taught."""
         return self.trained if training else self.tested
 
@@ -342,7 +342,7 @@ class Program:
             extra.append((penalty_name(variable), ops.cast(value, keras.config.floatx())))
         return extra
 
-    def collect_updates(self, scope: ForwardScope, traced: Traced) -> list[Any]:
+    def collect_updates(self, scope: ForwardScope, traced: TraceFacts) -> list[Any]:
         """New values of the variables that the forward pass wrote.
 
         Raises:

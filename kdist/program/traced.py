@@ -14,7 +14,7 @@ import keras
 
 
 @dataclasses.dataclass
-class Traced:
+class TraceFacts:
     """Facts of a program's traces, in training or not.
 
     Attributes:

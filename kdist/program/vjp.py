@@ -201,7 +201,7 @@ class Vjp:
 
     def _cut_backward(self, feeds: Sequence[Any]) -> None:
         joint, effects = self._joint_trace, self._effects_in(forward=False)
-        self._call_backward = Cut(
+        self._call_backward = InnerFunction(
             joint, feeds, self._fetches, self._wrap, self._kept_feeds, effects
         )
 
@@ -240,7 +240,7 @@ def differentiable(tensor: Any) -> bool:
     return bool(dtype.is_floating or dtype.is_complex)
 
 
-class Cut:
+class InnerFunction:
     """The part of a wrapped function between tensors of its graph, as a function of all of them.
 
     Args:

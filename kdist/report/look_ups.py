@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from kdist.graphs.executed import ExecutedFunction, Transfer
+from kdist.graphs.executed import ExecutedFunction, ExecutedTransfer
 from kdist.storage.fetched_table import ASKED, FETCHED
 
 import tensorflow as tf
@@ -20,9 +20,9 @@ class SentByLookUps:
         positions: For each look-up, which of the different rows it takes.
     """
 
-    numbers: tuple[Transfer, ...]
-    rows: tuple[Transfer, ...]
-    positions: tuple[Transfer, ...]
+    numbers: tuple[ExecutedTransfer, ...]
+    rows: tuple[ExecutedTransfer, ...]
+    positions: tuple[ExecutedTransfer, ...]
 
     @property
     def messages(self) -> int:

@@ -8,6 +8,6 @@ operations, `interpreter` walks, `study` is the entry.
 """
 
 from kdist.rows.study import NotStudied, RowStudy, study
-from kdist.rows.values import Flow, Mixing
+from kdist.rows.values import Mixing, RowDependence
 
-__all__ = ["Flow", "Mixing", "NotStudied", "RowStudy", "study"]
+__all__ = ["RowDependence", "Mixing", "NotStudied", "RowStudy", "study"]

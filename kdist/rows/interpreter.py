@@ -17,7 +17,7 @@ from kdist.rows import (
     shaping,
 )
 from kdist.rows.known_functions import known_function
-from kdist.rows.mapped import Mapped, mapped_by_loop
+from kdist.rows.mapped import LoopMap, mapped_by_loop
 from kdist.rows.node import RULES, Node
 from kdist.rows.numbers import fixed, power_of
 from kdist.rows.own_numbers import choice_after_own_number
@@ -161,7 +161,7 @@ class Interpreter:
         ]
         return [Rows(0)]
 
-    def _is_of_element(self, mapped: Mapped) -> bool:
+    def _is_of_element(self, mapped: LoopMap) -> bool:
         """Whether what a loop makes of an element does not depend on how many there are."""
         known = self._known
         others = {name: known[id(tensor)] for name, tensor in mapped.others.items()}

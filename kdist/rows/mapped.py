@@ -16,7 +16,7 @@ SAME = ("Identity", "StopGradient", "Snapshot")
 
 
 @dataclasses.dataclass(frozen=True)
-class Mapped:
+class LoopMap:
     """What a loop maps.
 
     Attributes:
@@ -34,7 +34,7 @@ class Mapped:
     others: dict[int, Any]
 
 
-def mapped_by_loop(stacked: Any, batch: int) -> Mapped | None:
+def mapped_by_loop(stacked: Any, batch: int) -> LoopMap | None:
     """What is mapped, of a list that is stacked; None if it was made otherwise.
 
     Args:
@@ -71,7 +71,7 @@ class _Body:
         self.read: set[int] = set()
         self.used: set[int] = set()
 
-    def found(self, position: int) -> Mapped | None:
+    def found(self, position: int) -> LoopMap | None:
         """What is mapped, if the list at a position gets one element from each of others."""
         put = _same(self.body.outputs[position]).op
         if put.type != "TensorListSetItem" or self._position(put.inputs[0]) != position:
@@ -86,7 +86,7 @@ class _Body:
         if any(one.outputs[0].consumers() != [self.loop] for one in lists):
             return None
         others = {id(self.body.inputs[n]): given[n] for n in sorted(self.used)}
-        return Mapped(self.loop, self.body, element, lists, others)
+        return LoopMap(self.loop, self.body, element, lists, others)
 
     def _position(self, tensor: Any) -> int | None:
         return self.positions.get(id(_same(tensor)))

@@ -19,7 +19,7 @@ from kdist.program.program import Program
 from kdist.rows.interpreter import ROW_BY_ROW
 from kdist.rows.model_study import Finding, ModelStudy, Path, Square
 from kdist.rows.study import Analysis, NotStudied, analyse, cause
-from kdist.rows.values import Const, Flow, Linear, Mixing, Rows, Value, flow_of
+from kdist.rows.values import Const, Linear, Mixing, RowDependence, Rows, Value, flow_of
 
 import keras
 import tensorflow as tf
@@ -243,7 +243,7 @@ class _Reading:
         return None if found is None else self._in_layer(found)
 
     def _output(self, index: int, value: Value, tensor: Any) -> Finding | None:
-        if tensor is None or flow_of(value) is Flow.ROWS:
+        if tensor is None or flow_of(value) is RowDependence.ROWS:
             return None
         alike = isinstance(value, Const) and value.power == 0 and value.is_flat(0)
         if alike and tensor.shape.rank and tensor.shape[0] == self.analysis.batch:
@@ -273,7 +273,7 @@ class _Reading:
 
     def _adds_rows_up(self, value: Value, tensor: Any) -> bool:
         """Whether a value had an entry for each row before `Program.collect` summed it."""
-        if tensor is None or tensor.op.type != "Sum" or flow_of(value) is Flow.MEAN:
+        if tensor is None or tensor.op.type != "Sum" or flow_of(value) is RowDependence.MEAN:
             return False
         if isinstance(value, Const) and value.power != 1:
             return False
@@ -288,16 +288,16 @@ class _Reading:
         name = "a value given to add_loss"
         constant = isinstance(value, Const) and value.power == 0
         if self.loss_from_layers == "sum" or self.adders[index] in self.row_adders:
-            if flow is Flow.SUM or (isinstance(value, Const) and value.power == 1):
+            if flow is RowDependence.SUM or (isinstance(value, Const) and value.power == 1):
                 return None
-            if flow is Flow.MEAN or constant:
+            if flow is RowDependence.MEAN or constant:
                 why = 'is no sum over rows, and loss_from_layers="sum" adds it replica by replica'
                 return Finding(name, why, where)
             if self.loss_from_layers == "mean":
                 return Finding(name, "has an entry for each row, in which others may meet", where)
-        elif flow is Flow.MEAN or constant:
+        elif flow is RowDependence.MEAN or constant:
             return None
-        elif flow is Flow.SUM or isinstance(value, Const):
+        elif flow is RowDependence.SUM or isinstance(value, Const):
             why = 'is a sum over rows, which loss_from_layers="sum" is for'
             return Finding(name, why, where)
         return Finding(name, "mixes rows", where)
@@ -315,7 +315,7 @@ class _Reading:
             if added or counted:
                 return None
             return Finding(name, "is a metric to which not every row adds its own part", where)
-        if known or (flow_of(value) is Flow.MEAN and tensor.dtype.is_floating):
+        if known or (flow_of(value) is RowDependence.MEAN and tensor.dtype.is_floating):
             return None
         if isinstance(value, Const):
             return Finding(name, "counts rows", where)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from kdist.rows.interpreter import Interpreter
-from kdist.rows.values import Const, Flow, Linear, Mixed, Mixing, Rows, Value, flow_of
+from kdist.rows.values import Const, Linear, Mixed, Mixing, RowDependence, Rows, Value, flow_of
 from kdist.storage.constant_ids import ConstantIds
 
 import keras
@@ -40,7 +40,7 @@ class RowStudy:
         accepted: Where rows meet inside of what was marked to count row by row.
     """
 
-    outputs: tuple[Flow, ...]
+    outputs: tuple[RowDependence, ...]
     mixings: tuple[Mixing, ...]
     causes: tuple[Mixing | None, ...]
     sized: tuple[bool, ...]
@@ -130,7 +130,7 @@ def rows_stay_apart(
     )
     given = {id(one): Rows(0) for one in graph.inputs[: len(specs)]}
     found = Interpreter(batch).evaluate(graph, given, graph.outputs)
-    return all(flow_of(one) is Flow.ROWS and not _depends_on_size(one) for one in found)
+    return all(flow_of(one) is RowDependence.ROWS and not _depends_on_size(one) for one in found)
 
 
 def analyse(
@@ -216,7 +216,7 @@ def cause(value: Value, tensor: Any) -> Mixing | None:
         return value.cause
     if isinstance(value, Linear):
         return value.origin
-    if flow_of(value) is Flow.MIXED:
+    if flow_of(value) is RowDependence.MIXED:
         op = tensor.op
         return Mixing(op.name.rpartition("/")[0], op.type, op.name)
     return None

@@ -13,7 +13,7 @@ import enum
 from collections.abc import Sequence
 
 
-class Flow(enum.Enum):
+class RowDependence(enum.Enum):
     """How an output of a function depends on the rows of its batch."""
 
     CONSTANT = "constant"
@@ -155,15 +155,15 @@ def common_flat(a: frozenset[int] | None, b: frozenset[int] | None) -> frozenset
     return a & b
 
 
-def flow_of(value: Value) -> Flow:
+def flow_of(value: Value) -> RowDependence:
     """The public name of what is known about an output."""
     if isinstance(value, Const):
-        return Flow.CONSTANT
+        return RowDependence.CONSTANT
     if isinstance(value, Rows) and (value.dim, value.outer, value.power) == (0, 1, 0):
-        return Flow.ROWS
+        return RowDependence.ROWS
     if isinstance(value, Linear) and value.power in (0, -1):
-        return Flow.SUM if value.power == 0 else Flow.MEAN
-    return Flow.MIXED
+        return RowDependence.SUM if value.power == 0 else RowDependence.MEAN
+    return RowDependence.MIXED
 
 
 def powers(values: Sequence[Value]) -> list[int | None]:

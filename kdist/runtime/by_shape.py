@@ -288,8 +288,8 @@ def _in_parts(
     ]
 
 
-def _sizes(family: Family) -> sizes.Sizes:
+def _sizes(family: Family) -> sizes.TracedSizes:
     """What tracing is told of the sizes of a family."""
     leaves = range(len(family.first))
     examples = (sizes.Examples(family.tried(i), family.far(i)) for i in leaves)
-    return sizes.Sizes(tuple(examples), family.multiples)
+    return sizes.TracedSizes(tuple(examples), family.multiples)

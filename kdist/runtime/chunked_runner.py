@@ -9,7 +9,7 @@ from typing import Any
 
 from kdist.dtensor.stitching import Stitcher
 from kdist.dtensor.traced import as_program
-from kdist.graphs.flat_function import FlatFunction, Leaf, Traced, flat
+from kdist.graphs.flat_function import FlatFunction, Leaf, TracedFunction, flat
 from kdist.pipeline.instructions import Backward
 from kdist.program.batch import SplitBatch
 from kdist.program.program import Program
@@ -134,13 +134,15 @@ class ChunkedRunner(PlainRunner):
         results = self.chunks.run(programs, given, self._completion(traced, begin))
         return [_filled(traced.structure, one) for one in results]
 
-    def _trace(self, function: FlatFunction, arguments: Sequence[tuple], training: bool) -> Traced:
-        """The trace of a function for some calls; see `Traced.as_of` of a program."""
+    def _trace(
+        self, function: FlatFunction, arguments: Sequence[tuple], training: bool
+    ) -> TracedFunction:
+        """The trace of a function for some calls; see `TraceFacts.as_of`."""
         traced = function.trace(arguments)
         self.program.traced(training).as_of(traced.concrete)
         return traced
 
-    def _chunked(self, function: Any, traced: Traced, arguments: tuple) -> ChunkedProgram:
+    def _chunked(self, function: Any, traced: TracedFunction, arguments: tuple) -> ChunkedProgram:
         def make() -> tuple[Any, Stitcher]:
             program = as_program(traced.concrete)
             return program, Stitcher(program)
@@ -151,12 +153,12 @@ class ChunkedRunner(PlainRunner):
         return self.chunks.program(key, traced.concrete, make, seeds, apart=function.apart)
 
     @staticmethod
-    def _given(traced: Traced, arguments: tuple) -> list[Any]:
+    def _given(traced: TracedFunction, arguments: tuple) -> list[Any]:
         """Flat inputs of a slice, each in one part; None for what is gathered."""
         tensors = [*flat(arguments), *traced.concrete.captured_inputs]
         return [None if isinstance(t, tf.TensorSpec) else [t] for t in tensors]
 
-    def _completion(self, traced: Traced, begin: Begin | None) -> Completion | None:
+    def _completion(self, traced: TracedFunction, begin: Begin | None) -> Completion | None:
         """Hands gradients to the update as they become complete."""
         if begin is None:
             return None
@@ -172,7 +174,7 @@ class ChunkedRunner(PlainRunner):
         numbers = {v: leaf.numbers for v, leaf in leaves.items()}
         return Completion(numbers, fill, reduction.advance)
 
-    def _gradient_leaves(self, traced: Traced) -> dict[int, Leaf]:
+    def _gradient_leaves(self, traced: TracedFunction) -> dict[int, Leaf]:
         """By trainable variable that has one, its gradient among a trace's results."""
         return dict(zip(self.program.trained.connected, traced.structure["gradients"], strict=True))
 
@@ -188,7 +190,7 @@ class _Back:
     """
 
     run: ChunkRun
-    traced: Traced
+    traced: TracedFunction
     before: int
 
     def inputs(self, seeds: Sequence[Any]) -> list[Any]:

@@ -12,7 +12,7 @@ from typing import Any
 from kdist.config.recompute_blocks import Blocks
 from kdist.dtensor.lowered_program import LoweredProgram
 from kdist.dtensor.stitching import Stitcher
-from kdist.graphs.chunks import PARTS, Chunk, Graph, cut, parameter_chunks, whole_blocks
+from kdist.graphs.chunks import PARTS, Chunk, ProgramGraph, cut, parameter_chunks, whole_blocks
 from kdist.optimizer.gather import Gatherer, Places, placed
 from kdist.pipeline.work import Work
 from kdist.runtime.chunk_run import ChunkedProgram, ChunkRun, chunk_work
@@ -131,7 +131,7 @@ class Chunks:
             by_name = {names[i]: number for i, number in enumerate(chunk_of) if i in names}
             whole = not self.chunking.forward
 
-            def chunks_of(graph: Graph) -> list[Chunk]:
+            def chunks_of(graph: ProgramGraph) -> list[Chunk]:
                 return cut(graph, by_name, gathered, begins, whole_forward=whole, apart=apart)
 
             if (blocks := self.chunking.blocks) and begins:

@@ -36,7 +36,7 @@ as_written = tf.autograph.experimental.do_not_convert
 
 
 @dataclasses.dataclass(frozen=True)
-class Mapped:
+class DeferredMap:
     """What a `map` computes.
 
     Attributes:
@@ -111,10 +111,10 @@ class Form:
             raise Unknown
         self.between, self.of_rows, self.source = self._down(self.batch, AS_THEY_ARE)
 
-    def _down(self, node: Any, passed: frozenset[str]) -> tuple[list[Any], list[Mapped], Any]:
+    def _down(self, node: Any, passed: frozenset[str]) -> tuple[list[Any], list[DeferredMap], Any]:
         """What comes before a node: operations, maps, and what they get."""
         found: list[Any] = []
-        maps: list[Mapped] = []
+        maps: list[DeferredMap] = []
         while (node := self.before(node)).op in passed or node.op in MAPS:
             if node.op in MAPS:
                 maps.insert(0, self._mapped(node))
@@ -140,12 +140,12 @@ class Form:
             raise Unknown
         return drawing.scalar(node)
 
-    def _mapped(self, node: Any) -> Mapped:
+    def _mapped(self, node: Any) -> DeferredMap:
         last = MAPS[node.op]
         captured = node.input[1 : len(node.input) - last]
         name = node.attr["f"].func.name
         (function,) = [f for f in self.graph.library.function if f.signature.name == name]
-        return Mapped(
+        return DeferredMap(
             function,
             tuple(tf.constant(self.constant(one)) for one in captured),
             tuple(_types(node)),
@@ -239,7 +239,7 @@ def deferred(graph: Any, rows: OwnRows) -> Callable[[int], tf.data.Dataset] | No
     return kept
 
 
-def _beside(one: Mapped, batch: Sequence[int | None] = ()) -> Callable[..., Any]:
+def _beside(one: DeferredMap, batch: Sequence[int | None] = ()) -> Callable[..., Any]:
     """What a map computes of an element, behind what goes with it."""
     return as_written(lambda size, *flat: (size, *one.of(flat, batch)))
 

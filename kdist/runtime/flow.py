@@ -24,7 +24,7 @@ from kdist.runtime.added_rows import AddedRows
 from kdist.runtime.ends import Ends, ends
 from kdist.runtime.handed_on import HandedOn, Unit
 from kdist.runtime.micro_batches import MicroBatches
-from kdist.runtime.recorder import Recorder, Stamps
+from kdist.runtime.recorder import Stamps, TimelineRecorder
 from kdist.stages.functions import Saved, StageFunctions
 from kdist.storage.fetched_table import is_fetched
 from kdist.storage.sparse import is_sparse, joined
@@ -81,7 +81,7 @@ class Flow:
         self._loss_parts: LossParts = {}
         self._added: dict[Unit, list[Any]] = {}
 
-    def run(self, one: Instruction, recorder: Recorder | None = None) -> Ends:
+    def run(self, one: Instruction, recorder: TimelineRecorder | None = None) -> Ends:
         """Writes an instruction into the graph of the step.
 
         Returns:

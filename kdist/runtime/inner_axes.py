@@ -30,7 +30,7 @@ from kdist.graphs.chunks import node_of
 from kdist.graphs.layer_names import operation_of
 from kdist.optimizer.slice_gradients import SliceGradients
 from kdist.program.model_state import ModelState
-from kdist.runtime.recomputing import Sizes, all_again
+from kdist.runtime.recomputing import ProgramSizes, all_again
 from kdist.stages.functions import NO_TURNS, StageFunctions
 from kdist.stages.penalties import penalty_function
 from kdist.storage.sparse import LookUp
@@ -57,7 +57,7 @@ class InnerAxes:
         exact: See `OneDevice`.
         functions: See `OneDevice`.
         draws_alike: Each function is lowered by itself, and random numbers depend on the layout.
-        gather_first: Whether gradients are gathered before they are cut; see `relayout.Trace`.
+        gather_first: Whether gradients are gathered before they are cut; see `relayout.SliceTrace`.
     """
 
     exact, draws_alike, functions = True, False, StageFunctions
@@ -280,7 +280,7 @@ class LoweredPart(Lowered):
         """By traced operation, the bytes that a device has of its results, once lowered."""
         found: dict[str, tuple[int, ...]] = {}
         for stitcher in self.stitchers.values():
-            sizes = Sizes(stitcher)
+            sizes = ProgramSizes(stitcher)
             found |= {n: sizes.of_results(last) for n, last in self._last_nodes(stitcher).items()}
         return found
 

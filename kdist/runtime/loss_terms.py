@@ -15,7 +15,7 @@ from typing import Any
 from kdist._compat import keras_trainer
 from kdist.config.pipeline import PipelineConfig
 from kdist.pipeline.formulas import live_formula
-from kdist.rows import Flow, NotStudied, study
+from kdist.rows import NotStudied, RowDependence, study
 from kdist.runtime.metrics import overrides
 
 import keras
@@ -172,11 +172,11 @@ class _Seen:
             found = study(self._values_and_mask, *self.specs)
         except NotStudied as reason:
             return f"what it does could not be traced: {reason}"
-        allowed = {Flow.ROWS}
+        allowed = {RowDependence.ROWS}
         for flow, cause, sized in zip(found.outputs, found.causes, found.sized):
             if sized or flow not in allowed:
                 return f"in {cause.operation}" if cause else "it depends on their number"
-            allowed = {Flow.ROWS, Flow.CONSTANT}  # a mask
+            allowed = {RowDependence.ROWS, RowDependence.CONSTANT}  # a mask
         return ""
 
     def _values_and_mask(self, y_true: Any, y_pred: Any) -> tuple[Any, Any]:

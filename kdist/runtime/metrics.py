@@ -18,7 +18,7 @@ from typing import Any
 from kdist._compat import keras_trainer
 from kdist.program.batch import SplitBatch, join
 from kdist.program.program import attach_masks
-from kdist.rows import Flow, NotStudied, study
+from kdist.rows import NotStudied, RowDependence, study
 
 import keras
 import tensorflow as tf
@@ -134,7 +134,7 @@ def _row_by_row(function: Callable, *specs: tf.TensorSpec) -> bool:
         found = study(function, *specs)
     except NotStudied:
         return False
-    return all(flow is Flow.ROWS for flow in found.outputs)
+    return all(flow is RowDependence.ROWS for flow in found.outputs)
 
 
 def _as_spec(tensor: Any) -> tf.TensorSpec:

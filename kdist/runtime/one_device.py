@@ -110,7 +110,7 @@ class OneDevice:
 
     def part(
         self, concrete: Any, late: Sequence[int] = (), turns: Mapping[str, int] = NO_TURNS
-    ) -> Part:
+    ) -> StageFunction:
         """A concrete function of a stage, to call with a slice and tensors.
 
         Args:
@@ -119,7 +119,7 @@ class OneDevice:
             turns: By operation that devices of a slice sum, whose turn that is.
         """
         if not late or self.jit_compile:  # XLA orders by itself what it compiles
-            return Part(as_node(concrete, jit_compile=self.jit_compile))
+            return StageFunction(as_node(concrete, jit_compile=self.jit_compile))
         stitcher = Stitcher(as_program(concrete))
         all_again(stitcher, late)
         function = stitcher.stitch([""])
@@ -127,7 +127,7 @@ class OneDevice:
         def call(*inputs: Any) -> list[Any]:
             return function([[*inputs, *concrete.captured_inputs]])[1][0]
 
-        return Part(call)
+        return StageFunction(call)
 
     def read(self, variable: keras.Variable, s: int) -> Sharded:
         """A variable's value on a slice."""
@@ -175,7 +175,7 @@ class OneDevice:
         return []
 
 
-class Part:
+class StageFunction:
     """A function of a stage.
 
     Args:

@@ -28,7 +28,7 @@ from kdist.pipeline.work import Step, Work
 from kdist.runtime.flow import Flow
 from kdist.runtime.micro_batches import MicroBatches
 from kdist.runtime.order import Chain
-from kdist.runtime.recorder import Recorder
+from kdist.runtime.recorder import TimelineRecorder
 from kdist.runtime.runner_contract import Begin
 
 import tensorflow as tf
@@ -53,7 +53,7 @@ class PipelineRun:
         micro: MicroBatches,
         flows: Sequence[Flow],
         gatherer: Gatherer,
-        recorder: Recorder | None,
+        recorder: TimelineRecorder | None,
     ) -> None:
         self.order, self.micro, self.flows = order, micro, list(flows)
         self.runner, self.backend = flows[0].runner, flows[0].backend

@@ -35,7 +35,7 @@ from kdist.runtime.one_device import value_at
 from kdist.runtime.order import execution_order, forward_only, forwards_first
 from kdist.runtime.pipeline_run import PipelineRun
 from kdist.runtime.plain_runner import PlainRunner
-from kdist.runtime.recorder import Recorder
+from kdist.runtime.recorder import TimelineRecorder
 from kdist.runtime.runner_contract import Begin, Collected, Coming, loss_factor
 from kdist.runtime.stage_backend import StageBackend
 from kdist.sharding.mesh import Topology
@@ -81,7 +81,7 @@ class PipelineRunner:
         entries: Sequence[Stored],
         topology: Topology,
         backend: StageBackend,
-        recorder: Callable[[], Recorder | None] = lambda: None,
+        recorder: Callable[[], TimelineRecorder | None] = lambda: None,
         *,
         want_outputs: bool,
         want_parts: bool,

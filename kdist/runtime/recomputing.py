@@ -11,7 +11,7 @@ from kdist.config.recompute_blocks import Blocks
 from kdist.display.warn import warn
 from kdist.dtensor.collectives import COLLECTIVES
 from kdist.dtensor.stitching import Stitcher
-from kdist.graphs.chunks import Chunk, Graph, node_of
+from kdist.graphs.chunks import Chunk, ProgramGraph, node_of
 from kdist.graphs.program_peak import repeated_peak
 from kdist.graphs.recompute import Passes, descendants, repeat
 from kdist.program.again import OVER_INNER_AXES, Candidates, Nodes, nodes_again
@@ -27,7 +27,7 @@ def run_again(
     blocks: Blocks,
     seeds: Collection[str],
     fetched: Collection[str],
-    chunks: Callable[[Graph], Sequence[Chunk]],
+    chunks: Callable[[ProgramGraph], Sequence[Chunk]],
     *,
     calls: bool,
 ) -> None:
@@ -43,7 +43,7 @@ def run_again(
     """
     graph = stitcher.graph
     passes = Passes.of(graph, seeds)
-    sizes = Sizes(stitcher)
+    sizes = ProgramSizes(stitcher)
     nodes = sizes.nodes()
     communication = set(nodes.communication)
     # What communication made on a device stays until another one has read it, too.
@@ -117,7 +117,7 @@ class _Operation:
         return getattr(value, value.WhichOneof("value"))
 
 
-class Sizes:
+class ProgramSizes:
     """The sizes of a program's tensors on one device."""
 
     def __init__(self, stitcher: Stitcher) -> None:

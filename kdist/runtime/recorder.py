@@ -33,7 +33,7 @@ class Stamps:
     end: Any
 
 
-class Recorder:
+class TimelineRecorder:
     """Keeps the times of the last training step.
 
     Attributes:

@@ -169,7 +169,7 @@ class StagesRunner(LoweredLossRunner, Protocol):
         """A batch as the stages take it."""
 
 
-class Parallel(Protocol):
+class CompiledState(Protocol):
     """A model's compiled state, as steps use it: `kdist.api.stepped_model.SteppedModel`."""
 
     model: Any

@@ -28,7 +28,7 @@ from kdist.program.step_result import SliceResult, StepResult
 from kdist.program.training_pass import TrainingPass
 from kdist.runtime import metrics
 from kdist.runtime.loss_terms import OVERRIDDEN
-from kdist.runtime.runner_contract import Begin, Parallel, Runner
+from kdist.runtime.runner_contract import Begin, CompiledState, Runner
 from kdist.runtime.table_penalties import TablePenalties, table_penalties
 from kdist.sharding.mesh import Topology
 from kdist.sharding.owners import UpdateUnit
@@ -50,7 +50,7 @@ class Step:
         runner: Computes per slice (see `kdist.runtime.plain_runner.PlainRunner`).
     """
 
-    def __init__(self, parallel: Parallel, runner: Runner) -> None:
+    def __init__(self, parallel: CompiledState, runner: Runner) -> None:
         assert parallel.program is not None
         self.parallel = parallel
         self.model: keras.Model = parallel.model

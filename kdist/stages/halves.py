@@ -12,15 +12,15 @@ import functools
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from kdist.graphs.chunks import Graph, node_of
+from kdist.graphs.chunks import ProgramGraph, node_of
 from kdist.pipeline.schedule import Schedule
 from kdist.program.again import Candidates
-from kdist.program.vjp import Cut, PureFunction, reached, unflatten
+from kdist.program.vjp import InnerFunction, PureFunction, reached, unflatten
 from kdist.stages.body import StageBody
 from kdist.stages.lowered import UNKNOWN, Known
 from kdist.stages.repeating import RepeatingVjp
-from kdist.stages.stage_peaks import Halves, Trace
-from kdist.stages.waiting import Held, made_by, most_held, owned, together
+from kdist.stages.stage_peaks import Halves, StageTrace
+from kdist.stages.waiting import StageMemory, made_by, most_held, owned, together
 
 import tensorflow as tf
 
@@ -67,7 +67,7 @@ class StageVjp(RepeatingVjp):
         self._left_out = left_out
         self._unread = unread
         self._body = body
-        self._trace: Trace | None = None
+        self._trace: StageTrace | None = None
         super().__init__(
             function,
             params,
@@ -108,9 +108,11 @@ class StageVjp(RepeatingVjp):
         self._inward, self._kept = len(inward), len(kept)
         late = self._kept_feeds
         effects = self._effects_in(forward=False)
-        self._call_input = Cut(joint, feeds, [*inward, *kept, *passed], wrap, late, effects)
+        self._call_input = InnerFunction(
+            joint, feeds, [*inward, *kept, *passed], wrap, late, effects
+        )
         if weights:
-            self._call_weight = Cut(joint, [*feeds, *kept], weights, wrap, late)
+            self._call_weight = InnerFunction(joint, [*feeds, *kept], weights, wrap, late)
 
     def cut(self, again: Collection[str] = ()) -> None:
         """See `RepeatingVjp.cut`."""
@@ -133,8 +135,8 @@ class StageVjp(RepeatingVjp):
             for n, r in found.graph.inputs.items()
         }
         outputs = [t.name for t in self._read_outputs()]
-        self._trace = Trace(
-            Graph(looked_at, outputs, self._effects & self._forward_ops),
+        self._trace = StageTrace(
+            ProgramGraph(looked_at, outputs, self._effects & self._forward_ops),
             self._forward_ops,
             {t.op.name for t in self._given},
             lambda n: self._kind(nodes[n]),
@@ -143,7 +145,7 @@ class StageVjp(RepeatingVjp):
         )
         return found
 
-    def held(self, again: Collection[str], elsewhere: Collection[int] = ()) -> Held:
+    def held(self, again: Collection[str], elsewhere: Collection[int] = ()) -> StageMemory:
         """What the virtual stage has on its device, if some operations run again.
 
         Args:
@@ -174,7 +176,7 @@ class StageVjp(RepeatingVjp):
             computing = trace.in_one(kept, [t.name for t in inward], names)
         sent = [] if self._body.last else self._outputs[: self._count()]
         returned, mine = self._read_outputs()[self._count() :], set(map(made_by, saved))
-        return Held(
+        return StageMemory(
             computing,
             together(saved, size),
             together(put_off, size),
@@ -283,7 +285,7 @@ class DevicePeak:
     chunks: Sequence[StageVjp]
     schedule: Schedule
     stage: int
-    known: dict[Any, Held] = dataclasses.field(default_factory=dict)
+    known: dict[Any, StageMemory] = dataclasses.field(default_factory=dict)
 
     def __call__(self, again: Sequence[Collection[str]]) -> int:
         """The bytes, on whichever device of a slice has the most.

@@ -15,7 +15,7 @@ from typing import Any
 from kdist._compat import keras_models
 from kdist.pipeline.graph import Graph
 from kdist.program.vjp import differentiable
-from kdist.stages.model_graph import ModelGraph, Source
+from kdist.stages.model_graph import ModelGraph, NodeSource
 
 import keras
 import tensorflow as tf
@@ -45,7 +45,7 @@ class MeasuredCost:
 
 
 @dataclasses.dataclass(frozen=True)
-class Costs:
+class LayerCosts:
     """The costs that stages are balanced by, and those that they are not.
 
     Attributes:
@@ -79,7 +79,9 @@ class Costs:
         ]
 
 
-def measure(described: ModelGraph, functional: Any, example: Any, rows: int, device: str) -> Costs:
+def measure(
+    described: ModelGraph, functional: Any, example: Any, rows: int, device: str
+) -> LayerCosts:
     """Times every node of a model's graph, calls that are alike once.
 
     Args:
@@ -116,7 +118,7 @@ def measure(described: ModelGraph, functional: Any, example: Any, rows: int, dev
                     f"PipelineConfig(costs='estimate'). Received: costs='measured'; {error}"
                 ) from error
             measured[node.name] = known[key]
-    return Costs({node.name: node.cost for node in described.graph.nodes}, measured, rows)
+    return LayerCosts({node.name: node.cost for node in described.graph.nodes}, measured, rows)
 
 
 def seconds_of(call: Callable[[], Any]) -> float:
@@ -133,7 +135,7 @@ def seconds_of(call: Callable[[], Any]) -> float:
 class _LayerCall:
     """One node as functions of nothing: its inputs and weights are values of this object."""
 
-    def __init__(self, source: Source, given: Sequence[Any]) -> None:
+    def __init__(self, source: NodeSource, given: Sequence[Any]) -> None:
         self._node = source.node
         self._variables = list(getattr(source.node.operation, "variables", []))
         self._values = list(given), [tf.convert_to_tensor(v.value) for v in self._variables]

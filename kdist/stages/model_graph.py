@@ -17,7 +17,7 @@ EXAMPLES = 32
 
 
 @dataclasses.dataclass(frozen=True)
-class Source:
+class NodeSource:
     """The Keras node behind a node of the graph.
 
     A nested model that is called twice has each of its nodes twice in the graph, with the same
@@ -48,7 +48,7 @@ class ModelGraph:
     """
 
     graph: Graph
-    sources: Mapping[str, Source]
+    sources: Mapping[str, NodeSource]
     variables: Mapping[str, keras.Variable]
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
@@ -104,7 +104,7 @@ class _Builder:
     def __init__(self, examples: int):
         self._examples = examples
         self.nodes: list[GraphNode] = []
-        self.sources: dict[str, Source] = {}
+        self.sources: dict[str, NodeSource] = {}
         self.keys: dict[int, tuple[keras.Variable, str]] = {}
         self._calls: dict[str, int] = {}
 
@@ -126,7 +126,7 @@ class _Builder:
         made = [name if len(node.outputs) == 1 else f"{name}:{i}" for i in range(len(node.outputs))]
         names.update((id(tensor), text) for tensor, text in zip(node.outputs, made))
         used = tuple(names[id(tensor)] for tensor in node.arguments.keras_tensors)
-        self.sources[name] = Source(node, used, tuple(made))
+        self.sources[name] = NodeSource(node, used, tuple(made))
         sizes = [tensor_bytes(tensor) for tensor in node.outputs]
         variables = used_variables(node.operation, node.arguments.kwargs)
         self.nodes.append(

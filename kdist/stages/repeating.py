@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from kdist.config.recompute_blocks import Blocks
-from kdist.graphs.chunks import Graph
+from kdist.graphs.chunks import ProgramGraph
 from kdist.graphs.layer_names import BACKWARD
 from kdist.graphs.recompute import Passes
 from kdist.program.again import Candidates, Nodes
@@ -81,7 +81,7 @@ class RepeatingVjp(LaidVjp):
             kept |= {op.name for op in (*drawn, *masks)}
         self.numbers, self._effects = {name: i for i, name in enumerate(nodes)}, kept
         passes = Passes(frozenset(self._forward_ops), frozenset())
-        whole = Graph(inputs, [t.name for t in self._outputs], effects=kept)
+        whole = ProgramGraph(inputs, [t.name for t in self._outputs], effects=kept)
         known = Nodes(
             kind=lambda n: nodes[n].type,
             nbytes=lambda n: sum(map(self._size, nodes[n].outputs)),

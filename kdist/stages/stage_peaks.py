@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from kdist.graphs.chunks import Chunk, Graph, node_of
+from kdist.graphs.chunks import Chunk, ProgramGraph, node_of
 from kdist.graphs.program_peak import repeated_peak
 from kdist.graphs.recompute import Passes, Repeated, ancestors, descendants, repeat
 
@@ -41,7 +41,7 @@ class Halves:
 
 
 @dataclasses.dataclass(frozen=True)
-class Trace:
+class StageTrace:
     """A stage's forward and backward pass in one graph.
 
     Attributes:
@@ -53,14 +53,14 @@ class Trace:
         calls: See `activation_peak`.
     """
 
-    joint: Graph
+    joint: ProgramGraph
     forward: Collection[str]
     seeds: Collection[str]
     kind: Callable[[str], str]
     nbytes: Callable[[str], int]
     calls: bool
 
-    def reading(self, sums: Collection[str]) -> Trace:
+    def reading(self, sums: Collection[str]) -> StageTrace:
         """The same on a device which reads some sums where they lie: on another one.
 
         It has its own part of them until then.
@@ -112,7 +112,7 @@ class Trace:
         late = [node_of(names[r]) for r in halves.handed if r in names]
         made, passes = self._backward(sizes, names, late, weights)
         sources: dict[str, Sequence[str]] = {node_of(r): () for r in sizes}
-        whole = Graph({**sources, **made.graph.inputs}, weights)
+        whole = ProgramGraph({**sources, **made.graph.inputs}, weights)
         return repeated_peak(
             dataclasses.replace(made, graph=whole),
             passes,
@@ -142,7 +142,7 @@ class Trace:
         results = self.joint.results
         live = ancestors(self.joint, [*results, *saved, *self.joint.effects])
         before = {n: r for n, r in self.joint.inputs.items() if n in live and n in self.forward}
-        whole = Graph({**before, **made.graph.inputs}, [*results, *lasting, *fetches])
+        whole = ProgramGraph({**before, **made.graph.inputs}, [*results, *lasting, *fetches])
         gives = [*dict.fromkeys([*results, *saved])]
         return repeated_peak(
             dataclasses.replace(made, graph=whole),
@@ -175,8 +175,8 @@ class Trace:
         fed |= {n for n in taken if self.kind(n) == "Placeholder"}
         left = {n: read for n, read in taken.items() if n not in fed}
         constants = {n for n in left if self.kind(n) == "Const"}
-        mine = ancestors(Graph(left, ()), fetches)
-        graph = Graph({n: left[n] for n in left if n in mine}, fetches, constants=constants)
+        mine = ancestors(ProgramGraph(left, ()), fetches)
+        graph = ProgramGraph({n: left[n] for n in left if n in mine}, fetches, constants=constants)
         seeded = frozenset(descendants(graph, late))
         passes = Passes(frozenset(graph.inputs) - seeded, seeded)
         again = passes.forward - set(map(node_of, fetches))

@@ -19,7 +19,7 @@ from kdist.sharding.mesh import Topology
 from kdist.sharding.placement import Group
 from kdist.stages.asked_logits import asked_logits, makes_logits
 from kdist.stages.layer_lists import chained, with_lists
-from kdist.stages.measured_costs import Costs, measure
+from kdist.stages.measured_costs import LayerCosts, measure
 from kdist.stages.model_graph import EXAMPLES, ModelGraph, graph_of
 from kdist.storage.fetched_table import is_fetched
 
@@ -87,7 +87,7 @@ class StagedModel:
     described: ModelGraph
     partition: Partition
     functional: Any
-    costs: Costs
+    costs: LayerCosts
 
     @classmethod
     def of(
@@ -127,7 +127,7 @@ class StagedModel:
             stages = config.stages if isinstance(config.stages, dict) else {}
             graph = described.graph.assign(stages)
             graph = _with_settings(model, described, graph)
-        costs = Costs({node.name: node.cost for node in graph.nodes})
+        costs = LayerCosts({node.name: node.cost for node in graph.nodes})
         if config.costs == "measured":
             costs = _measured(described, functional, config, topology, graph, example, before)
         cut = partition(costs.applied(graph), schedule.virtual_stages)
@@ -299,7 +299,7 @@ def _measured(
     graph: Graph,
     example: Any,
     before: StagedModel | None,
-) -> Costs:
+) -> LayerCosts:
     """Measures the nodes of a graph, unless that was done before."""
     fixed = [node.name for node in graph.nodes if node.stage is not None]
     if fixed:

@@ -11,7 +11,7 @@ from kdist.pipeline.schedule import Beside, Schedule
 
 
 @dataclasses.dataclass(frozen=True)
-class Held:
+class StageMemory:
     """What a virtual stage has on its device, in bytes.
 
     Attributes:
@@ -33,7 +33,7 @@ class Held:
     gradients: int = 0
 
 
-def most_held(held: Sequence[Held], schedule: Schedule, stage: int) -> int:
+def most_held(held: Sequence[StageMemory], schedule: Schedule, stage: int) -> int:
     """Bytes that a stage's device has at most, whichever of its chunks computes.
 
     Args:

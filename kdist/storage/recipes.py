@@ -127,7 +127,7 @@ class AtOnce:
 
 
 @dataclasses.dataclass(frozen=True)
-class Given:
+class Existing:
     """Values that are there already.
 
     Attributes:
@@ -140,7 +140,7 @@ class Given:
     whole: bool = False
 
     @classmethod
-    def of(cls, values: np.ndarray) -> Given:
+    def of(cls, values: np.ndarray) -> Existing:
         """Of an array that does not change, or of one of `is_mapped`, which is read later."""
         return cls(values, _state_of(values.filename) if is_mapped(values) else None)
 

@@ -94,7 +94,7 @@ def part_shape(local: keras.Variable, index: Index | None) -> tuple[int, ...]:
     return (*(one.stop - one.start for one in index), *shape[len(index) :])
 
 
-class Rows(RowsBacking):
+class RowView(RowsBacking):
     """Backing of a view on a part of one local variable, in its shape.
 
     Args:
@@ -155,5 +155,5 @@ def rows_view(variable: keras.Variable, local: keras.Variable, index: Index) -> 
         index: See `RowsBacking`.
     """
     view = make_local(variable, tf.zeros(part_shape(local, index), local.dtype))
-    become_view(view, Rows(local, index), None)
+    become_view(view, RowView(local, index), None)
     return view

@@ -14,7 +14,7 @@ from kdist.sharding.placement import Index, overlap, relative, shape_of
 from kdist.storage.host_arrays import aligned, as_tensor
 from kdist.storage.recipes import (
     Constant,
-    Given,
+    Existing,
     Recipe,
     blocks,
     is_mapped,
@@ -62,7 +62,7 @@ class Unborn:
     @property
     def given(self) -> np.ndarray | None:
         """What it was assigned, to be read part by part; None if nothing was."""
-        return self.recipe.checked() if isinstance(self.recipe, Given) else None
+        return self.recipe.checked() if isinstance(self.recipe, Existing) else None
 
     def made(self) -> Any:
         """All values, on the device in scope."""
@@ -75,7 +75,7 @@ class Unborn:
         An array waits until it is known where its parts go; a tensor is a plain variable at once.
         """
         if isinstance(value, np.ndarray):
-            self.recipe = Given.of(value if is_mapped(value) else np.array(value, order="C"))
+            self.recipe = Existing.of(value if is_mapped(value) else np.array(value, order="C"))
             return
         with keras_trainer.at_once():
             make_plain(self.variable, tf.zeros(self.shape, self.dtype))
@@ -96,7 +96,7 @@ class Unborn:
         if isinstance(self.recipe, Constant):
             yield from (tf.fill(shape, tf.cast(self.recipe.value, self.dtype)) for shape in shapes)
             return
-        if isinstance(self.recipe, Given):
+        if isinstance(self.recipe, Existing):
             yield from (self.recipe.part(index, self.dtype) for index in indices)
             return
         arrays = [aligned(shape, self.dtype) for shape in shapes]

@@ -23,7 +23,7 @@ from kdist.sharding.device import Device
 from kdist.sharding.mesh import Topology
 from kdist.sharding.placement import Coordinate, Index, Placement, covers
 from kdist.storage.parts import assemble
-from kdist.storage.recipes import Given, is_mapped
+from kdist.storage.recipes import Existing, is_mapped
 from kdist.storage.retired import forget_readers, moved, retire
 from kdist.storage.view_class import ATTRIBUTE, view_class
 
@@ -204,7 +204,7 @@ class Stored:
                 self._bear()
             return
         if isinstance(value, np.ndarray):
-            self._assign_parts(Given.of(value))
+            self._assign_parts(Existing.of(value))
             return
         # Of a layer that computes in 16 bits the variable says that it has 16.
         value = tf.cast(value, raw_dtype(self.variable))
@@ -217,7 +217,7 @@ class Stored:
             with tf.device(device):
                 local.assign(value)
 
-    def _assign_parts(self, values: Given) -> None:
+    def _assign_parts(self, values: Existing) -> None:
         """Writes values part by part: no more than one is in host memory beside the variables."""
         for index, holders in self._by_part():
             with tf.device("/device:CPU:0"):

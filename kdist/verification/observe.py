@@ -28,7 +28,7 @@ import tensorflow as tf
 
 
 @dataclasses.dataclass(frozen=True)
-class Pass:
+class ObservedPass:
     """What a forward and backward pass in training mode gave, name -> array.
 
     Attributes:
@@ -63,7 +63,7 @@ def over_mesh(model: keras.Model, batch: tuple[Any, Any, Any]) -> Observed:
 
 
 def _observe(
-    model: keras.Model, batch: tuple[Any, Any, Any], train: Callable[[], Pass]
+    model: keras.Model, batch: tuple[Any, Any, Any], train: Callable[[], ObservedPass]
 ) -> Observed:
     own = overrides(model, "train_step")
     before = [as_array(v.value) for v in model.variables]
@@ -72,7 +72,7 @@ def _observe(
         if keras_models.has_call(model)
         else {}
     )
-    found = Pass(None, {}, None) if own else train()
+    found = ObservedPass(None, {}, None) if own else train()
     for variable, value in zip(model.variables, before):
         variable.assign(value)
     logs = _fitted(model, batch) if own else _trained(model, batch)
@@ -154,7 +154,7 @@ def predicted(model: keras.Model, x: Any) -> dict[str, np.ndarray]:
     return output_arrays(model, as_compiled(model, call)(values, x))
 
 
-def plain_pass(model: keras.Model, batch: tuple[Any, Any, Any]) -> Pass:
+def plain_pass(model: keras.Model, batch: tuple[Any, Any, Any]) -> ObservedPass:
     """A pass on one device, as Keras's own train step computes it; gradients unscaled."""
 
     def train(x: Any, y: Any, sample_weight: Any) -> tuple[Any, ...]:
@@ -167,10 +167,10 @@ def plain_pass(model: keras.Model, batch: tuple[Any, Any, Any]) -> Pass:
     trainable = model.trainable_variables
     y_pred, loss, parts, found = as_compiled(model, train)(*batch)
     gradients = gradient_arrays(model, unscaled(model, found, loss.dtype))
-    return Pass(output_arrays(model, y_pred), loss_arrays(loss, parts), gradients)
+    return ObservedPass(output_arrays(model, y_pred), loss_arrays(loss, parts), gradients)
 
 
-def mesh_pass(model: keras.Model, batch: tuple[Any, Any, Any]) -> Pass:
+def mesh_pass(model: keras.Model, batch: tuple[Any, Any, Any]) -> ObservedPass:
     """A pass over the mesh of a parallelized model; no gradient travels compressed.
 
     Args:
@@ -180,7 +180,7 @@ def mesh_pass(model: keras.Model, batch: tuple[Any, Any, Any]) -> Pass:
     parallel = attached(model)
     found = training_pass(parallel, batch, compress=False)
     outputs = found.outputs()
-    return Pass(
+    return ObservedPass(
         None if outputs is None else output_arrays(model, outputs),
         loss_arrays(found.loss, found.loss_parts(model)),
         gradient_arrays(model, found.gradients),

@@ -59,7 +59,7 @@ class _Pass:
     added: dict[str, float]
 
 
-class Part(NamedTuple):
+class BatchPart(NamedTuple):
     """Rows of a batch that are computed by themselves: a micro-batch of a replica."""
 
     replica: int
@@ -67,21 +67,21 @@ class Part(NamedTuple):
     stop: int
 
 
-def parts_of(rows: int, replicas: int, micro_batches: int) -> list[Part]:
+def parts_of(rows: int, replicas: int, micro_batches: int) -> list[BatchPart]:
     """The parts of a batch, empty ones left out.
 
     >>> [tuple(part) for part in parts_of(6, replicas=2, micro_batches=2)]
     [(0, 0, 2), (0, 2, 3), (1, 3, 5), (1, 5, 6)]
     """
     return [
-        Part(replica, start + a, start + b)
+        BatchPart(replica, start + a, start + b)
         for replica, (start, stop) in enumerate(part_bounds(rows, replicas))
         for a, b in part_bounds(stop - start, micro_batches)
         if b > a
     ]
 
 
-def study(model: keras.Model, x: Any, parts: Sequence[Part], tolerance: Tolerance) -> Study:
+def study(model: keras.Model, x: Any, parts: Sequence[BatchPart], tolerance: Tolerance) -> Study:
     """Compares the layers' outputs for a batch with those for its parts; writes nothing.
 
     Args:

@@ -160,7 +160,7 @@ def test_a_model_goes_on_from_a_file_in_a_scope(tmp_path: Path) -> None:
         model = keras.models.load_model(tmp_path / "model.keras")
     slots = [v for v in model.optimizer.variables if len(v.shape)]
     for variable in (*model.trainable_variables, *slots):
-        assert isinstance(unborn(variable).recipe, recipes.Given), variable.path
+        assert isinstance(unborn(variable).recipe, recipes.Existing), variable.path
     histories = [
         one.fit(x, x, epochs=2, shuffle=False, verbose=0).history for one in (plain, model)
     ]
@@ -284,5 +284,5 @@ def test_what_is_unborn_holds_no_memory(tmp_path: Path) -> None:
     _, path = saved(tmp_path, "w.weights.h5")
     model = before_compile("level3", path)
     found = [e.unborn.recipe for e in attached(model).entries.values() if e.unborn is not None]
-    given = [one for one in found if isinstance(one, recipes.Given)]
+    given = [one for one in found if isinstance(one, recipes.Existing)]
     assert given and all(isinstance(one.values, np.memmap) for one in given)

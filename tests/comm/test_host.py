@@ -9,7 +9,7 @@ from kdist import comm
 from kdist.comm import collectives, host, ordered
 from kdist.comm.algorithms import ALGORITHMS, OPERATIONS
 from kdist.comm.calibration import _programs, fit_host
-from kdist.comm.host import HostCost, Work, count, work
+from kdist.comm.host import HostCost, HostWork, count, work
 from kdist.comm.measure import DeviceProgram
 from kdist.graphs import executed
 
@@ -80,10 +80,10 @@ def test_programs_that_calibrate_do_what_they_are_for():
     assert [one.moved / 4 for one in done[-2:]] == [2 << 12, 3 << 12]
 
 
-def some_work() -> list[Work]:
-    found = [Work(0, 0, 0, 1e4), Work(56, 0, 0, 1e4), Work(0, 128, 1e5, 1e5)]
+def some_work() -> list[HostWork]:
+    found = [HostWork(0, 0, 0, 1e4), HostWork(56, 0, 0, 1e4), HostWork(0, 128, 1e5, 1e5)]
     for size in (1e5, 1e6, 1e7, 1e8, 1e9):
-        found += [Work(0, 8, 2 * size, 2 * size), Work(0, 8, 3 * size, 3 * size)]
+        found += [HostWork(0, 8, 2 * size, 2 * size), HostWork(0, 8, 3 * size, 3 * size)]
     return found
 
 
@@ -103,7 +103,7 @@ def test_a_disturbed_measurement_moves_little():
 
 
 def test_no_constant_is_negative():
-    faster = [(Work(n, n, n * 1e6, n * 1e6), 1.0 / n) for n in (1, 10, 100)]
+    faster = [(HostWork(n, n, n * 1e6, n * 1e6), 1.0 / n) for n in (1, 10, 100)]
     found = fit_host(faster, devices=8)
     assert min(found.a, found.b, found.call, found.operation, found.cached) >= 0
 
@@ -119,7 +119,9 @@ def test_a_prediction_is_the_sum_of_its_parts():
 
 def test_a_byte_costs_more_beyond_the_caches():
     slow = dataclasses.replace(LINK, cache=1.0)
-    assert slow.of(host.Work(0, 0, 1e6, 1e6)) == pytest.approx(LINK.call + 1e6 * LINK.b, rel=1e-3)
+    assert slow.of(host.HostWork(0, 0, 1e6, 1e6)) == pytest.approx(
+        LINK.call + 1e6 * LINK.b, rel=1e-3
+    )
 
 
 @pytest.mark.parametrize("name", ["call", "operation", "cached", "cache"])

@@ -6,12 +6,12 @@ import itertools
 import random
 
 from kdist.graphs.budget import Trade, apart, best_trades, joined, largest_that_fits, together
-from kdist.graphs.chunks import Graph, node_of
+from kdist.graphs.chunks import ProgramGraph, node_of
 
 import pytest
 
 
-def random_program(rng: random.Random) -> tuple[Graph, dict, dict, set[str], set[str]]:
+def random_program(rng: random.Random) -> tuple[ProgramGraph, dict, dict, set[str], set[str]]:
     """Up to 14 operations with skip connections; the backward pass reads some."""
     names = [f"n{i}" for i in range(rng.randint(3, 14))]
     inputs: dict[str, list[str]] = {}
@@ -23,10 +23,10 @@ def random_program(rng: random.Random) -> tuple[Graph, dict, dict, set[str], set
     seconds = {n: rng.choice([0.1, 1.0, 1.0, 5.0, rng.uniform(0, 20)]) for n in names}
     repeatable = {n for n in names if rng.random() < 0.85}
     read = {n for n in names if rng.random() < 0.6} | {names[-1]}
-    return Graph(inputs, []), nbytes, seconds, repeatable, read
+    return ProgramGraph(inputs, []), nbytes, seconds, repeatable, read
 
 
-def wanted(graph: Graph, again: set[str], read: set[str]) -> set[str]:
+def wanted(graph: ProgramGraph, again: set[str], read: set[str]) -> set[str]:
     """What has to be there in the backward pass."""
     found: set[str] = set()
     waiting = list(read)
@@ -39,7 +39,7 @@ def wanted(graph: Graph, again: set[str], read: set[str]) -> set[str]:
 
 
 def brute_force(
-    graph: Graph, nbytes: dict, seconds: dict, repeatable: set[str], read: set[str]
+    graph: ProgramGraph, nbytes: dict, seconds: dict, repeatable: set[str], read: set[str]
 ) -> list[tuple[int, float]]:
     """Bytes and seconds of every choice."""
     found = set()
@@ -74,7 +74,7 @@ def test_as_cheap_as_brute_force(seed: int) -> None:
             assert mine <= 1.05 * best + 1e-9, (seed, tenth)
 
 
-def chain(blocks: int) -> tuple[Graph, dict, dict, set[str], set[str]]:
+def chain(blocks: int) -> tuple[ProgramGraph, dict, dict, set[str], set[str]]:
     """Blocks whose end is kept, with two large results inside."""
     inputs, x = {}, "x"
     for i in range(blocks):
@@ -83,7 +83,7 @@ def chain(blocks: int) -> tuple[Graph, dict, dict, set[str], set[str]]:
             x = f"{part}{i}:0:0"
     nbytes = {n: 10 if n[0] in "bc" else 1 for n in inputs}
     repeatable = {n for n in inputs if n[0] != "d"}
-    return Graph(inputs, []), nbytes, dict.fromkeys(inputs, 1.0), repeatable, {*inputs}
+    return ProgramGraph(inputs, []), nbytes, dict.fromkeys(inputs, 1.0), repeatable, {*inputs}
 
 
 def test_blocks_are_decided_one_by_one() -> None:
@@ -95,7 +95,7 @@ def test_blocks_are_decided_one_by_one() -> None:
 
 
 def test_views_take_nothing() -> None:
-    graph = Graph({"a": ["x"], "v": ["a:0:0"]}, [])
+    graph = ProgramGraph({"a": ["x"], "v": ["a:0:0"]}, [])
     trades = best_trades(graph, {"a": 8, "v": 8}, {"a": 1.0}, {"a", "v"}, {"v"}, {"v"})
     assert [(t.nbytes, t.seconds, t.again) for t in trades] == [
         (0, 1.0, {"a", "v"}),

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from kdist.graphs.chunks import MOST_BYTES, PARTS, Chunk, Graph, cut, node_of, parameter_chunks
+from kdist.graphs.chunks import (
+    MOST_BYTES,
+    PARTS,
+    Chunk,
+    ProgramGraph,
+    cut,
+    node_of,
+    parameter_chunks,
+)
 from kdist.graphs.recompute import descendants
 
 import hypothesis
@@ -57,7 +65,7 @@ def test_chunks_are_few_and_small(nbytes: list[int]) -> None:
 # -- which chunk a node belongs to ---------------------------------------------------------------
 
 
-def layers(count: int) -> Graph:
+def layers(count: int) -> ProgramGraph:
     """A chain of matrix products with its backward pass; `w` cast before it is used."""
     inputs: dict[str, list[str]] = {}
     for i in range(count):
@@ -67,7 +75,7 @@ def layers(count: int) -> Graph:
     for i in reversed(range(count)):
         inputs[f"dw{i}"] = [f"d{i + 1}:0:0", f"y{i - 1}:0:0" if i else "x"]
         inputs[f"d{i}"] = [f"d{i + 1}:0:0", f"cast{i}:0:0"]
-    return Graph(inputs, [f"y{count - 1}:0:0", *(f"dw{i}:0:0" for i in range(count))])
+    return ProgramGraph(inputs, [f"y{count - 1}:0:0", *(f"dw{i}:0:0" for i in range(count))])
 
 
 def nodes(chunks: list[Chunk]) -> list[set[str]]:
@@ -114,7 +122,7 @@ def test_a_result_of_many_steps_from_parameters_alone_comes_with_the_last_of_the
     inputs |= {f"power{i}": [f"power{i - 1}:0:0"] * 2 for i in range(1, steps)}
     results = [*graph.results, f"power{steps - 1}:0:0"]
     names = {"w0": 0, "w1": 1}
-    chunks = cut(Graph(inputs, results), names, names, {"scale"})
+    chunks = cut(ProgramGraph(inputs, results), names, names, {"scale"})
     assert [n for n, one in enumerate(chunks) if results[-1] in one.gives] == [1]
 
 
@@ -128,7 +136,7 @@ def test_a_whole_forward_pass_is_one_chunk_with_the_start_of_the_backward_pass()
 def test_a_shared_parameter_does_not_hold_the_backward_pass_back() -> None:
     graph = layers(3)
     shared = {n: ["w0" if r == "w2" else r for r in refs] for n, refs in graph.inputs.items()}
-    chunks = nodes(cut(Graph(shared, graph.results), {"w0": 0, "w1": 1}, (), {"scale"}))
+    chunks = nodes(cut(ProgramGraph(shared, graph.results), {"w0": 0, "w1": 1}, (), {"scale"}))
     assert {"d2", "dw1"} <= chunks[1]
 
 
@@ -136,7 +144,9 @@ def test_random_numbers_wait_for_their_use() -> None:
     graph = layers(3)
     inputs = {"mask": ["seed"], **graph.inputs}
     inputs["y2"] = [*inputs["y2"], "mask:0:0"]
-    chunks = nodes(cut(Graph(inputs, graph.results), {f"w{i}": i for i in range(3)}, (), {"scale"}))
+    chunks = nodes(
+        cut(ProgramGraph(inputs, graph.results), {f"w{i}": i for i in range(3)}, (), {"scale"})
+    )
     assert "mask" in chunks[2]
 
 
@@ -151,12 +161,12 @@ def test_every_node_runs_once_after_what_it_needs(draws: Any) -> None:
     results = draws.draw(st.lists(st.sampled_from([f"n{i}:0:0" for i in range(count)]), min_size=1))
     fetched = draws.draw(st.sets(st.sampled_from(sorted(names))))
     apart = draws.draw(st.booleans())
-    chunks = cut(Graph(inputs, results), names, fetched, {"scale"}, apart=apart)
+    chunks = cut(ProgramGraph(inputs, results), names, fetched, {"scale"}, apart=apart)
     assert len(chunks) % 2 != apart
     known = {"x", "scale", *names}
     given_out: set[str] = set()
     if apart:
-        seeded = descendants(Graph(inputs, results), {"scale"})
+        seeded = descendants(ProgramGraph(inputs, results), {"scale"})
         forward, backward = chunks[: len(chunks) // 2], chunks[len(chunks) // 2 :]
         assert not any(seeded & set(one.nodes) for one in forward)
         of_forward = {r for r in results if node_of(r) not in seeded}

@@ -1,7 +1,13 @@
 import re
 
 from kdist.graphs import executed
-from kdist.graphs.executed import ASSIGNMENTS, PRODUCTS, ExecutedFunction, Node, Transfer
+from kdist.graphs.executed import (
+    ASSIGNMENTS,
+    PRODUCTS,
+    ExecutedFunction,
+    ExecutedNode,
+    ExecutedTransfer,
+)
 
 import pytest
 import tensorflow as tf
@@ -205,13 +211,17 @@ def test_backward_nodes_are_told_by_their_names():
 
 
 def test_a_shape_that_is_not_known_has_no_bytes():
-    assert Transfer("a", "MatMul", ONE, TWO, "float32", None).nbytes is None
-    assert Transfer("a:2", "Call", ONE, TWO, "int64", (2, 3)).nbytes == 48
-    assert Transfer("a:2", "Call", ONE, TWO, "int64", (2, 3)).node == "a"
+    assert ExecutedTransfer("a", "MatMul", ONE, TWO, "float32", None).nbytes is None
+    assert ExecutedTransfer("a:2", "Call", ONE, TWO, "int64", (2, 3)).nbytes == 48
+    assert ExecutedTransfer("a:2", "Call", ONE, TWO, "int64", (2, 3)).node == "a"
 
 
 def test_counts_are_per_device():
-    nodes = (Node("a", "MatMul", ONE), Node("b", "MatMul", ONE, "call"), Node("c", "Exp", TWO))
+    nodes = (
+        ExecutedNode("a", "MatMul", ONE),
+        ExecutedNode("b", "MatMul", ONE, "call"),
+        ExecutedNode("c", "Exp", TWO),
+    )
     function = ExecutedFunction(nodes, ())
     assert function.count("MatMul") == {ONE: 2}
     assert function.count("MatMul|Exp") == {ONE: 2, TWO: 1}

@@ -5,14 +5,14 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-from kdist.graphs.chunks import Graph, node_of
+from kdist.graphs.chunks import ProgramGraph, node_of
 from kdist.graphs.minimum_cut import fewest_kept
 
 import hypothesis
 from hypothesis import strategies as st
 
 
-def enough(graph: Graph, kept: set[str], repeatable: set[str], read: set[str]) -> bool:
+def enough(graph: ProgramGraph, kept: set[str], repeatable: set[str], read: set[str]) -> bool:
     """Whether all that is read is kept, or can be computed again."""
     waiting = list(read)
     while waiting:
@@ -32,7 +32,7 @@ def test_no_choice_keeps_less(draws: Any) -> None:
     for i in range(1, count):
         pool = [f"n{j}:0:0" for j in range(i)]
         inputs[f"n{i}"] = draws.draw(st.lists(st.sampled_from(pool), min_size=1, max_size=3))
-    graph, names = Graph(inputs, []), list(inputs)
+    graph, names = ProgramGraph(inputs, []), list(inputs)
     nbytes = {n: draws.draw(st.integers(1, 20)) for n in names}
     repeatable = set(draws.draw(st.sets(st.sampled_from(names)))) - {"n0"}
     read = draws.draw(st.sets(st.sampled_from(names), min_size=1))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kdist.graphs.chunks import Graph, cut, node_of, whole_blocks
+from kdist.graphs.chunks import ProgramGraph, cut, node_of, whole_blocks
 from kdist.graphs.recompute import (
     AGAIN,
     GATE,
@@ -20,7 +20,7 @@ import hypothesis
 from hypothesis import strategies as st
 
 
-def chain(count: int) -> Graph:
+def chain(count: int) -> ProgramGraph:
     """Products and activations with their backward pass, which reads inputs of both."""
     inputs: dict[str, list[str]] = {}
     x = "x"
@@ -37,10 +37,10 @@ def chain(count: int) -> Graph:
         inputs[f"dw{i}"] = [f"dmul{i}:0:0", f"act{i - 1}:0:0" if i else "x"]
         inputs[f"dx{i}"] = [f"dmul{i}:0:0", f"w{i}"]
         d = f"dx{i}:0:0"
-    return Graph(inputs, ["loss:0:0", *(f"dw{i}:0:0" for i in range(count))])
+    return ProgramGraph(inputs, ["loss:0:0", *(f"dw{i}:0:0" for i in range(count))])
 
 
-def again(graph: Graph, nodes: set[str], fetched: tuple[str, ...] = ()) -> Repeated:
+def again(graph: ProgramGraph, nodes: set[str], fetched: tuple[str, ...] = ()) -> Repeated:
     return repeat(graph, Passes.of(graph, {"scale"}), nodes, {"scale"}, fetched)
 
 
@@ -87,7 +87,7 @@ def test_nothing_is_copied_that_nobody_reads() -> None:
 
 def test_effects_are_not_repeated() -> None:
     graph = chain(2)
-    with_effect = Graph(graph.inputs, graph.results, effects={"mul0"})
+    with_effect = ProgramGraph(graph.inputs, graph.results, effects={"mul0"})
     found = again(with_effect, {"mul0", "act0"})
     assert set(found.originals.values()) == {"act0"}
 
@@ -148,7 +148,7 @@ def values(inputs: Any, results: Any, originals: Any, gates: Any) -> list[Any]:
 
 
 @st.composite
-def programs(draw: Any) -> Graph:
+def programs(draw: Any) -> ProgramGraph:
     """A random forward pass with a backward pass that reads whatever it likes of it."""
     inputs: dict[str, list[str]] = {}
     forward = ["x", "w"]
@@ -164,12 +164,12 @@ def programs(draw: Any) -> Graph:
         (forward if helper else backward).append(f"b{i}:0:0")
     results = draw(st.lists(st.sampled_from(backward), min_size=1, max_size=4))
     results = [r for r in results if r != "scale"] or [f"{next(reversed(inputs))}:0:0"]
-    live = ancestors(Graph(inputs, []), ["f0:0:0", *results])
-    return Graph({n: r for n, r in inputs.items() if n in live}, ["f0:0:0", *results])
+    live = ancestors(ProgramGraph(inputs, []), ["f0:0:0", *results])
+    return ProgramGraph({n: r for n, r in inputs.items() if n in live}, ["f0:0:0", *results])
 
 
 @hypothesis.given(programs(), st.data())
-def test_values_stay_and_copies_wait(graph: Graph, draws: Any) -> None:
+def test_values_stay_and_copies_wait(graph: ProgramGraph, draws: Any) -> None:
     passes = Passes.of(graph, {"scale"})
     nodes = draws.draw(st.sets(st.sampled_from(sorted(graph.inputs))))
     found = again(graph, nodes)

@@ -8,7 +8,7 @@ from typing import Any
 import kdist
 from kdist.api.attached import attached
 from kdist.graphs import executed
-from kdist.graphs.executed import Transfer
+from kdist.graphs.executed import ExecutedTransfer
 
 import keras
 import numpy as np
@@ -39,7 +39,7 @@ def _adam(**settings: Any) -> keras.optimizers.Optimizer:
     return keras.optimizers.Adam(1e-3, gradient_accumulation_steps=2, **settings)
 
 
-def _sent(model: keras.Model) -> tuple[list[Transfer], list[Transfer]]:
+def _sent(model: keras.Model) -> tuple[list[ExecutedTransfer], list[ExecutedTransfer]]:
     """What one step sends in branches, and outside of them."""
     rows = np.ones((ROWS, WIDTH), np.float32)
     attached(model).prepare("train", (rows, rows, None))
@@ -49,7 +49,7 @@ def _sent(model: keras.Model) -> tuple[list[Transfer], list[Transfer]]:
     return inside, [one for one in sent if one not in inside]
 
 
-def _bytes(sent: list[Transfer]) -> int:
+def _bytes(sent: list[ExecutedTransfer]) -> int:
     """Of all but flags and counts."""
     return sum(n for one in sent if (n := one.nbytes or 0) > SMALL)
 

@@ -7,7 +7,7 @@ from collections import Counter
 from typing import Any
 
 import kdist
-from kdist.graphs.executed import Transfer, largest, watch
+from kdist.graphs.executed import ExecutedTransfer, largest, watch
 from kdist.plan.boundaries import BoundaryTensor, boundary_traffic
 
 import keras
@@ -30,7 +30,7 @@ def model_with_skip(activation: str) -> keras.Model:
 
 def first_step(
     micro_batches: int, chunks: int = 1, activation: str = "tanh", **axes: int
-) -> tuple[Any, list[Transfer]]:
+) -> tuple[Any, list[ExecutedTransfer]]:
     """The plan, and what crosses from one stage to another in a step's programs."""
     names = ["one", "two", "three", "four"]
     stages = {name: min(i, axes["pipe"] * chunks - 1) for i, name in enumerate(names)}

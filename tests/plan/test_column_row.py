@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kdist.plan.column_row import Group, Roles, chosen, wide_ends
+from kdist.plan.column_row import ProductGroup, Roles, chosen, wide_ends
 from kdist.plan.products import Product
 
 import pytest
@@ -12,18 +12,18 @@ def dense(path: str, taken: int, given: int) -> Product:
     return Product(path, (taken, given), (0,), (1,))
 
 
-def pair(*products: Product) -> Group:
-    return Group(products[:-1], products[-1:])
+def pair(*products: Product) -> ProductGroup:
+    return ProductGroup(products[:-1], products[-1:])
 
 
-def cut(groups: list[Group], parts: int = 2) -> dict[str, str]:
+def cut(groups: list[ProductGroup], parts: int = 2) -> dict[str, str]:
     roles = Roles()
     for group in chosen(groups):
         roles.group(group.columns, group.rows, parts)
     return dict(roles.roles)
 
 
-def chain(*widths: int) -> list[Group]:
+def chain(*widths: int) -> list[ProductGroup]:
     layers = [dense(f"d{n}", *pair) for n, pair in enumerate(zip(widths, widths[1:]))]
     return [pair(*both) for both in zip(layers, layers[1:])]
 
@@ -70,7 +70,7 @@ def test_a_gate_is_cut_with_what_it_gates() -> None:
     """The layers of a gate alone would be a pair too."""
     wide, narrow = dense("wide", 8, 32), dense("narrow", 32, 8)
     squeeze, excite = dense("squeeze", 32, 2), dense("excite", 2, 32)
-    groups = [Group((wide, excite), (squeeze, narrow)), pair(squeeze, excite)]
+    groups = [ProductGroup((wide, excite), (squeeze, narrow)), pair(squeeze, excite)]
     for order in (groups, groups[::-1]):
         assert cut(order) == {
             "wide": "columns", "excite": "columns", "squeeze": "rows", "narrow": "rows"
@@ -80,13 +80,13 @@ def test_a_gate_is_cut_with_what_it_gates() -> None:
 def test_a_trunk_is_cut_with_all_of_its_heads() -> None:
     before, trunk = dense("before", 16, 32), dense("trunk", 32, 64)
     heads = tuple(dense(f"head{n}", 64, 3 + n) for n in range(6))
-    found = cut([pair(before, trunk), Group((trunk,), heads)])
+    found = cut([pair(before, trunk), ProductGroup((trunk,), heads)])
     assert found == {"trunk": "columns"} | dict.fromkeys((one.path for one in heads), "rows")
 
 
 def test_what_many_blocks_hand_on_comes_late() -> None:
     blocks = [(dense(f"in{n}", 64, 16), dense(f"out{n}", 16, 64)) for n in range(4)]
-    stream = Group(tuple(out for _, out in blocks), tuple(taken for taken, _ in blocks))
+    stream = ProductGroup(tuple(out for _, out in blocks), tuple(taken for taken, _ in blocks))
     assert chosen([stream, *(pair(*block) for block in blocks)])[-1] == stream
 
 

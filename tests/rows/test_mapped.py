@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from kdist.rows import Flow, study
+from kdist.rows import RowDependence, study
 from kdist.rows.mapped import mapped_by_loop
 
 import numpy as np
@@ -40,7 +40,7 @@ APART: dict[str, Callable] = {
 def test_what_is_done_to_each_row_keeps_rows_apart(name: str) -> None:
     function = APART[name]
     found = study(function, SEQUENCES)
-    assert found.outputs == (Flow.ROWS,) and found.mixings == ()
+    assert found.outputs == (RowDependence.ROWS,) and found.mixings == ()
     x = tf.constant(np.random.default_rng(0).normal(size=(4, 5, 3)), tf.float32)
     one_by_one = [function(x[i : i + 1]) for i in range(4)]
     np.testing.assert_allclose(function(x), tf.concat(one_by_one, 0), rtol=1e-6)
@@ -66,7 +66,7 @@ MIXED: dict[str, Callable] = {
 @pytest.mark.parametrize("name", MIXED)
 def test_what_is_done_to_all_does_not(name: str) -> None:
     found = study(MIXED[name], SEQUENCES)
-    assert found.outputs == (Flow.MIXED,) and found.mixings
+    assert found.outputs == (RowDependence.MIXED,) and found.mixings
 
 
 def test_mapped_by_loop() -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from kdist.rows import Flow, NotStudied, study
+from kdist.rows import NotStudied, RowDependence, study
 
 import keras
 import numpy as np
@@ -19,7 +19,7 @@ IMAGES = tf.TensorSpec((None, 8, 8, 3))
 LABELS = tf.TensorSpec((None,), tf.int32)
 
 
-def flow(function: Callable, *specs: tf.TensorSpec) -> Flow:
+def flow(function: Callable, *specs: tf.TensorSpec) -> RowDependence:
     (found,) = study(function, *(specs or (MATRIX,))).outputs
     return found
 
@@ -30,7 +30,7 @@ def named(table: dict[str, Any]) -> Any:
 
 @named(ROW_BY_ROW)
 def test_rows_stay_apart(function: Callable) -> None:
-    assert flow(function) is Flow.ROWS
+    assert flow(function) is RowDependence.ROWS
 
 
 TEXTS = tf.TensorSpec((None,), tf.string)
@@ -45,7 +45,7 @@ TEXTS = tf.TensorSpec((None,), tf.string)
     }
 )
 def test_records_stay_apart(function: Callable) -> None:
-    assert flow(function, TEXTS) is Flow.ROWS
+    assert flow(function, TEXTS) is RowDependence.ROWS
 
 
 @named(
@@ -59,7 +59,7 @@ def test_records_stay_apart(function: Callable) -> None:
 )
 def test_records_meet(function: Callable) -> None:
     """Padded to the longest, or numbered through."""
-    assert flow(function, TEXTS) is Flow.MIXED
+    assert flow(function, TEXTS) is RowDependence.MIXED
 
 
 def parsed(texts: Any, feature: Any) -> Any:
@@ -68,17 +68,17 @@ def parsed(texts: Any, feature: Any) -> Any:
 
 @named(MEANS)
 def test_means(function: Callable) -> None:
-    assert flow(function) is Flow.MEAN
+    assert flow(function) is RowDependence.MEAN
 
 
 @named(SUMS)
 def test_sums(function: Callable) -> None:
-    assert flow(function) is Flow.SUM
+    assert flow(function) is RowDependence.SUM
 
 
 @named(MIXED)
 def test_rows_meet(function: Callable) -> None:
-    assert flow(function) is Flow.MIXED
+    assert flow(function) is RowDependence.MIXED
 
 
 @named(
@@ -91,7 +91,7 @@ def test_rows_meet(function: Callable) -> None:
 )
 def test_constants(function: Callable) -> None:
     study_ = study(function, MATRIX)
-    assert (study_.outputs, study_.sized) == ((Flow.CONSTANT,), (False,))
+    assert (study_.outputs, study_.sized) == ((RowDependence.CONSTANT,), (False,))
 
 
 @named(
@@ -105,7 +105,7 @@ def test_constants(function: Callable) -> None:
 )
 def test_counts_of_rows_are_constants_that_depend_on_the_size(function: Callable) -> None:
     study_ = study(function, MATRIX)
-    assert (study_.outputs, study_.sized) == ((Flow.CONSTANT,), (True,))
+    assert (study_.outputs, study_.sized) == ((RowDependence.CONSTANT,), (True,))
 
 
 @named(
@@ -123,7 +123,7 @@ def test_counts_of_rows_are_constants_that_depend_on_the_size(function: Callable
     }
 )
 def test_images_stay_apart(function: Callable) -> None:
-    assert flow(function, IMAGES) is Flow.ROWS
+    assert flow(function, IMAGES) is RowDependence.ROWS
 
 
 def test_attention_between_tokens_keeps_rows_apart() -> None:
@@ -131,21 +131,21 @@ def test_attention_between_tokens_keeps_rows_apart() -> None:
         scores = ops.softmax(ops.einsum("bth,bsh->bts", x, x))
         return scores @ x
 
-    assert flow(attention, CUBE) is Flow.ROWS
-    assert flow(lambda x: ops.einsum("bth,cth->bc", x, x), CUBE) is Flow.MIXED
+    assert flow(attention, CUBE) is RowDependence.ROWS
+    assert flow(lambda x: ops.einsum("bth,cth->bc", x, x), CUBE) is RowDependence.MIXED
 
 
 @pytest.mark.parametrize("layer", ["LSTM", "GRU", "SimpleRNN"])
 def test_loops_of_recurrent_layers(layer: str) -> None:
     made = getattr(keras.layers, layer)(5, return_sequences=True)
     made.build((None, 3, 4))
-    assert flow(made, CUBE) is Flow.ROWS
-    assert flow(lambda x: made(x - ops.mean(x, axis=0)), CUBE) is Flow.MIXED
+    assert flow(made, CUBE) is RowDependence.ROWS
+    assert flow(lambda x: made(x - ops.mean(x, axis=0)), CUBE) is RowDependence.MIXED
 
 
 def test_labels_per_row() -> None:
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=None)
-    assert flow(loss, LABELS, MATRIX) is Flow.ROWS
+    assert flow(loss, LABELS, MATRIX) is RowDependence.ROWS
 
 
 def test_the_first_operations_are_listed_and_not_what_follows() -> None:
@@ -165,7 +165,7 @@ def test_a_sum_that_is_used_for_more_is_named_with_its_use() -> None:
 
 def test_structures_and_outputs_without_tensors() -> None:
     found = study(lambda d, y: {"a": d["x"], "b": y, "c": None}, {"x": MATRIX}, None)
-    assert found.outputs == (Flow.ROWS, Flow.CONSTANT, Flow.CONSTANT)
+    assert found.outputs == (RowDependence.ROWS, RowDependence.CONSTANT, RowDependence.CONSTANT)
 
 
 def test_an_unknown_operation_counts_as_mixing() -> None:
@@ -190,7 +190,7 @@ def test_the_only_size_that_a_function_takes() -> None:
     with pytest.raises(NotStudied, match="reshape"):
         study(lambda x: ops.reshape(x, (6, 2, 2)), MATRIX)
     found = study(lambda x: ops.reshape(x, (6, 2, 2)), MATRIX, batch_size=6)
-    assert found.outputs == (Flow.ROWS,)
+    assert found.outputs == (RowDependence.ROWS,)
 
 
 def test_a_function_of_few_positions() -> None:
@@ -198,7 +198,7 @@ def test_a_function_of_few_positions() -> None:
     table = tf.ones([8, 3])
     spec = tf.TensorSpec((None, None, 3))
     apart = study(lambda x: x + table[: x.shape[1]], spec)
-    assert apart.outputs == (Flow.ROWS,)
+    assert apart.outputs == (RowDependence.ROWS,)
     assert study(lambda x: x - tf.reduce_mean(x + table[: x.shape[1]]), spec).mixings
     with pytest.raises(NotStudied, match="64 and 3"):
         study(lambda x: x + tf.ones([3, 3])[: x.shape[1]] + table[: x.shape[1]], spec)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from kdist.rows import Flow, study
+from kdist.rows import RowDependence, study
 from kdist.rows.numbers import fixed
 from kdist.rows.own_numbers import choice_after_own_number
 
@@ -95,7 +95,7 @@ def of_keras(x: Any) -> Any:
 )
 def test_a_row_that_looks_into_itself_keeps_apart(function: Callable) -> None:
     found = study(function, SEQUENCES)
-    assert found.outputs == (Flow.ROWS,) and found.mixings == ()
+    assert found.outputs == (RowDependence.ROWS,) and found.mixings == ()
     x = tf.constant(np.random.default_rng(0).normal(size=(4, 5, 3)), tf.float32)
     one_by_one = [function(x[i : i + 1]) for i in range(4)]
     np.testing.assert_array_equal(function(x), tf.concat(one_by_one, 0))
@@ -164,7 +164,7 @@ def scattered_elsewhere(x: Any) -> Any:
 )
 def test_what_only_looks_like_it_does_not(function: Callable) -> None:
     found = study(function, SEQUENCES)
-    assert found.outputs == (Flow.MIXED,) and found.mixings
+    assert found.outputs == (RowDependence.MIXED,) and found.mixings
 
 
 def test_choice_after_own_number() -> None:

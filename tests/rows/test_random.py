@@ -10,7 +10,7 @@ from __future__ import annotations
 import collections
 from collections.abc import Sequence
 
-from kdist.rows import Flow, study
+from kdist.rows import RowDependence, study
 
 import hypothesis
 import numpy as np
@@ -33,7 +33,7 @@ many = hypothesis.settings(
 )
 
 
-def told(steps: Sequence[Step]) -> tuple[Flow, bool, list[Dim]]:
+def told(steps: Sequence[Step]) -> tuple[RowDependence, bool, list[Dim]]:
     dims: list[Dim] = list(START)
     found = study(function_of(steps, dims), SPEC)
     return found.outputs[0], found.sized[0], dims
@@ -61,17 +61,17 @@ def rows_meet(steps: Sequence[Step], dims: Sequence[Dim]) -> bool:
     return False
 
 
-def check(steps: Sequence[Step]) -> Flow:
+def check(steps: Sequence[Step]) -> RowDependence:
     flow, sized, dims = told(steps)
-    if flow is Flow.MIXED:
+    if flow is RowDependence.MIXED:
         return flow
     whole, one, two = value(steps, X), value(steps, X[:CUT]), value(steps, X[CUT:])
-    if flow is Flow.ROWS:
+    if flow is RowDependence.ROWS:
         assert not rows_meet(steps, dims)
         assert equal(np.concatenate([one, two]), whole)
-    elif flow is Flow.MEAN:
+    elif flow is RowDependence.MEAN:
         assert equal((CUT * one + (3 - CUT) * two) / 3, whole)
-    elif flow is Flow.SUM:
+    elif flow is RowDependence.SUM:
         assert equal(one + two, whole)
     elif not sized:
         assert equal(one, two) and equal(one, whole)
@@ -95,14 +95,16 @@ def test_every_kind_is_met_and_most_of_what_stays_apart_is_recognised() -> None:
     """The random functions are no easy ones, and "mixed" is no answer for all."""
     rng = np.random.default_rng(0)
     names = sorted(STEPS)
-    found: collections.Counter[tuple[Flow, bool]] = collections.Counter()
+    found: collections.Counter[tuple[RowDependence, bool]] = collections.Counter()
     for _ in range(150):
         length = rng.integers(1, 6)
         steps = [(str(rng.choice(names)), int(rng.integers(5040))) for _ in range(length)]
         flow, _, dims = told(steps)
         found[flow, rows_meet(steps, dims)] += 1
-    assert {Flow.ROWS, Flow.MEAN, Flow.SUM, Flow.MIXED} <= {flow for flow, _ in found}
-    apart = found[Flow.ROWS, False]
+    assert {RowDependence.ROWS, RowDependence.MEAN, RowDependence.SUM, RowDependence.MIXED} <= {
+        flow for flow, _ in found
+    }
+    apart = found[RowDependence.ROWS, False]
     assert apart > 20
-    assert found[Flow.MIXED, False] < apart, found
-    assert found[Flow.ROWS, True] == 0
+    assert found[RowDependence.MIXED, False] < apart, found
+    assert found[RowDependence.ROWS, True] == 0

@@ -6,7 +6,7 @@ from typing import Any
 
 import kdist
 from kdist.api.attached import attached
-from kdist.runtime.recorder import Recorder
+from kdist.runtime.recorder import TimelineRecorder
 
 import keras
 import numpy as np
@@ -32,8 +32,8 @@ def data(rows: int = 16, width: int = WIDTH) -> tuple[np.ndarray, np.ndarray]:
     return rng.normal(size=(rows, width)), rng.normal(size=(rows, width))
 
 
-def recorded(model: keras.Model, steps: int = 2) -> Recorder:
-    recorder = attached(model).recorder = Recorder()
+def recorded(model: keras.Model, steps: int = 2) -> TimelineRecorder:
+    recorder = attached(model).recorder = TimelineRecorder()
     for _ in range(steps):
         model.train_on_batch(*data())
     return recorder

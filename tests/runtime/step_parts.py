@@ -19,7 +19,7 @@ from kdist._compat import dtensor_internals
 from kdist.api.attached import attached
 from kdist.dtensor.inputs import SliceInputs
 from kdist.graphs import executed
-from kdist.graphs.executed import ExecutedFunction, Node, Transfer
+from kdist.graphs.executed import ExecutedFunction, ExecutedNode, ExecutedTransfer
 from kdist.optimizer import broadcast, when_due
 from kdist.optimizer.compressed import CompressedGradients
 from kdist.optimizer.gather import Gatherer
@@ -77,7 +77,7 @@ class Parts:
                 if t.shape.is_fully_defined():
                     self.shapes[_key(t)] = tuple(t.shape)
 
-    def explain(self, sent: Transfer) -> str:
+    def explain(self, sent: ExecutedTransfer) -> str:
         """What a transfer is for; "unexplained: ..." if nobody knows."""
         if sent.control:
             return "control"
@@ -128,7 +128,7 @@ class Parts:
                 total += self._shape(self.inlined(t)).num_elements() * tf.as_dtype(t.dtype).size
         return total
 
-    def _shape(self, sent: Transfer) -> tf.TensorShape:
+    def _shape(self, sent: ExecutedTransfer) -> tf.TensorShape:
         """From the trace, which knows the shapes of what calls return; or as executed."""
         traced = self._kept_results.get(sent.tensor, sent.tensor)
         traced = self._stitched_results.get(sent.tensor, traced)
@@ -218,7 +218,7 @@ class Parts:
             return ""
         return self._variable(operation) if operation.type == "ReadVariableOp" else ""
 
-    def updated_weight(self, node: Node) -> int:
+    def updated_weight(self, node: ExecutedNode) -> int:
         """Bytes of the local variable of a weight that the optimizer writes by an assignment.
 
         Args:
@@ -272,7 +272,7 @@ class Parts:
             return "value"
         return self.results.get(_key(whole))
 
-    def inlined(self, sent: Transfer) -> Transfer:
+    def inlined(self, sent: ExecutedTransfer) -> ExecutedTransfer:
         """A transfer of a function that was inlined into another, by its own names."""
         name = sent.tensor
         within = [one for one in self._stitched_calls if name.startswith(f"{one}/")]

@@ -12,7 +12,7 @@ from kdist.api.attached import attached
 from kdist.graphs.executed import PRODUCTS, largest, watch
 from kdist.pipeline import Forward, Gather, get_schedule
 from kdist.runtime.flow import Flow
-from kdist.runtime.recorder import Recorder
+from kdist.runtime.recorder import TimelineRecorder
 
 import keras
 import numpy as np
@@ -52,7 +52,7 @@ def test_without_one_control_edge_the_order_is_another(monkeypatch: pytest.Monke
     stages = {"small": 0, "large": 1}
     model = kdist.PipelineModel(keras.Model(inputs, x), 2, 4, "1f1b", assignment=stages)
     model.compile("sgd", "mse")
-    recorder = attached(model).recorder = Recorder()
+    recorder = attached(model).recorder = TimelineRecorder()
     planned = get_schedule("1f1b", stages=2, micro_batches=4)
     # Nothing forces the planned order any more; a busy machine may still keep it by chance.
     for _ in range(20):

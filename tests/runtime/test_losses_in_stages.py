@@ -9,7 +9,7 @@ import kdist
 from kdist.api.attached import attached
 from kdist.graphs.executed import PRODUCTS, largest, watch
 from kdist.pipeline import get_schedule
-from kdist.runtime.recorder import Recorder
+from kdist.runtime.recorder import TimelineRecorder
 
 import keras
 import pytest
@@ -99,7 +99,7 @@ def test_layers_run_op_by_op(schedule: str) -> None:
     network = keras.Model(inputs, keras.layers.Dense(WIDTH, name="head")(x))
     model = kdist.PipelineModel(network, 2, 3, schedule, data=2)
     model.compile("sgd", "mse", run_eagerly=True)
-    recorder = attached(model).recorder = Recorder()
+    recorder = attached(model).recorder = TimelineRecorder()
     for _ in range(2):
         looks.seen.clear()
         model.train_on_batch(*data())

@@ -12,7 +12,7 @@ from kdist.graphs import executed
 from kdist.pipeline import get_schedule
 from kdist.runtime.flow import Flow
 from kdist.runtime.order import execution_order
-from kdist.runtime.recorder import Recorder
+from kdist.runtime.recorder import TimelineRecorder
 
 import keras
 import numpy as np
@@ -240,7 +240,7 @@ def test_a_loop_is_an_island_of_each_half_of_its_stage(schedule: str, float64: N
 def test_each_stage_runs_the_schedule_s_instructions_in_their_order(schedule: str) -> None:
     model = on_meshes(chain(), schedule, micro=4, data=2)
     model.compile("sgd", "mse")
-    recorder = attached(model).recorder = Recorder()
+    recorder = attached(model).recorder = TimelineRecorder()
     for _ in range(2):
         model.train_on_batch(*data(16))
     wanted = get_schedule(schedule, stages=2, micro_batches=4)
@@ -258,7 +258,7 @@ def test_clocks_wait_for_the_work_of_all_devices() -> None:
         x = keras.layers.Dense(width, "tanh", name=f"layer{i}")(x)
     model = on_meshes(keras.Model(inputs, x))
     model.compile("sgd", "mse")
-    recorder = attached(model).recorder = Recorder()
+    recorder = attached(model).recorder = TimelineRecorder()
     x = np.zeros((1024, width), np.float32)
     for _ in range(2):
         model.train_on_batch(x, x)

@@ -9,7 +9,7 @@ from typing import Any
 import kdist
 from kdist.api.attached import attached
 from kdist.graphs import executed
-from kdist.graphs.executed import ExecutedFunction, Transfer
+from kdist.graphs.executed import ExecutedFunction, ExecutedTransfer
 from kdist.report.look_ups import sent_by_look_ups
 
 import keras
@@ -86,13 +86,13 @@ def _step(model: keras.Model) -> ExecutedFunction:
     return executed.largest(executed.watch(lambda: model.train_on_batch(*_batch())))
 
 
-def _nbytes(sent: Transfer, rows: int) -> int:
+def _nbytes(sent: ExecutedTransfer, rows: int) -> int:
     """Where the graph does not tell how many rows there are: as many."""
     width = WIDTH if sent.dtype == "float32" else 1
     return sent.nbytes or rows * width * tf.as_dtype(sent.dtype).size
 
 
-def _with_host(model: keras.Model, step: ExecutedFunction) -> list[Transfer]:
+def _with_host(model: keras.Model, step: ExecutedFunction) -> list[ExecutedTransfer]:
     host = attached(model).topology.host
     sent = [one for one in step.transfers if host in (one.source, one.target) and not one.control]
     return [one for one in sent if one.shape != ()]  # of scalars there is the learning rate

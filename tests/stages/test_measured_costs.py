@@ -7,7 +7,7 @@ from typing import Any
 import kdist
 from kdist.api.attached import attached
 from kdist.pipeline import partition
-from kdist.stages.measured_costs import Costs, MeasuredCost, measure
+from kdist.stages.measured_costs import LayerCosts, MeasuredCost, measure
 from kdist.stages.model_graph import graph_of
 
 import keras
@@ -61,15 +61,15 @@ def test_times_decide_the_cut_and_stand_beside_the_estimate() -> None:
     slow, *dense = names
     measured = {slow: MeasuredCost(0.009, 0.021)}
     measured |= {name: MeasuredCost(0.001, 0.001) for name in dense}
-    costs = Costs(estimated, measured, rows=4)
+    costs = LayerCosts(estimated, measured, rows=4)
     assert partition(costs.applied(graph), 2).stages == ((slow,), tuple(dense))
-    assert partition(Costs(estimated).applied(graph), 2).stages != ((slow,), tuple(dense))
+    assert partition(LayerCosts(estimated).applied(graph), 2).stages != ((slow,), tuple(dense))
     first, second = costs.of_stages(((slow,), tuple(dense)))
     assert first.startswith("9.00 ms forward, 21.00 ms backward: 75% measured, ")
     assert second.startswith("5.00 ms forward, 5.00 ms backward: 25% measured, ")
     share = estimated[slow] / sum(estimated.values())
     assert first.endswith(f"{share:.0%} estimated")
-    assert Costs(estimated).of_stages(((slow,), tuple(dense))) == ["", ""]
+    assert LayerCosts(estimated).of_stages(((slow,), tuple(dense))) == ["", ""]
 
 
 # -- one measurement -----------------------------------------------------------------------------

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 
-from kdist.graphs.chunks import Graph, node_of
-from kdist.stages.stage_peaks import Halves, Trace
+from kdist.graphs.chunks import ProgramGraph, node_of
+from kdist.stages.stage_peaks import Halves, StageTrace
 
 SIZES = {"a": 10, "b": 20, "y": 1, "di": 2, "h": 5, "t": 40, "dw": 3, "u": 30, "g": 7}
 
 
-def traced() -> tuple[Trace, Halves]:
+def traced() -> tuple[StageTrace, Halves]:
     """`x -> a -> b -> y`; the first half goes by b to di, the second from h, by a, to dw."""
     inputs: dict[str, tuple[str, ...]] = {
         "x": (),
@@ -23,7 +23,7 @@ def traced() -> tuple[Trace, Halves]:
         "u": ("h:0", "a:0"),
         "dw": ("u:0",),
     }
-    graph = Graph(inputs, ["y:0"])
+    graph = ProgramGraph(inputs, ["y:0"])
 
     def kind(name: str) -> str:
         return "Placeholder" if name == "x" else "Mul"
@@ -31,7 +31,7 @@ def traced() -> tuple[Trace, Halves]:
     def nbytes(reference: str) -> int:
         return SIZES.get(node_of(reference), 0)
 
-    trace = Trace(graph, {"x", "a", "b", "y"}, {"g"}, kind, nbytes, calls=True)
+    trace = StageTrace(graph, {"x", "a", "b", "y"}, {"g"}, kind, nbytes, calls=True)
     return trace, Halves(["di:0"], ["dw:0"], ["h:0"], ["a:0"], {"a:0": 10, "h:0": 5})
 
 
@@ -75,8 +75,8 @@ def test_what_the_second_half_repeats_waits_for_what_it_is_handed() -> None:
         "dw": ("p:0", "second:0"),
     }
     forward = {"x", "first", "small", "second", "y"}
-    trace = Trace(
-        Graph(inputs, ["y:0"]),
+    trace = StageTrace(
+        ProgramGraph(inputs, ["y:0"]),
         forward,
         {"g"},
         lambda name: "Placeholder" if name == "x" else "Mul",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kdist.storage.flat_rows import FlatRows, Piece, flat_view
-from kdist.storage.row_views import Rows
+from kdist.storage.row_views import RowView
 
 import keras
 import numpy as np
@@ -89,7 +89,7 @@ def test_rows_are_held_in_one_graph_only() -> None:
 @pytest.mark.parametrize("held", [False, True])
 def test_scattering_to_rows(method: str, held: bool) -> None:
     a = local([[0.0], [1.0], [2.0], [3.0]])
-    rows = Rows(a, (slice(2, 4),))
+    rows = RowView(a, (slice(2, 4),))
     if held:
         rows.hold()
     rows.scatter(method, tf.IndexedSlices(tf.constant([[4.0]]), tf.constant([1])))
@@ -103,7 +103,7 @@ def test_scattering_to_rows(method: str, held: bool) -> None:
 def test_scattering_to_rows_of_columns(method: str, held: bool) -> None:
     values = np.arange(24.0).reshape(3, 2, 4)
     a = local(values)
-    part = Rows(a, (slice(0, 3), slice(0, 2), slice(1, 3)))
+    part = RowView(a, (slice(0, 3), slice(0, 2), slice(1, 3)))
     if held:
         part.hold()
     new = np.array([[[4.0, 5.0], [6.0, 7.0]], [[1.0, 1.0], [2.0, 2.0]]], np.float32)
