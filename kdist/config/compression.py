@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from kdist.config.unknown_fields import explains_fields
 from kdist.display.warn import warn
 from kdist.sharding.layout import closest_names, match_pattern
 
@@ -211,6 +212,7 @@ class Classes:
         return "\n".join(line.rstrip() for line in lines)
 
 
+@explains_fields
 @dataclass(frozen=True, kw_only=True)
 class CompressionConfig:
     """How gradients travel over the data axis, by variable.

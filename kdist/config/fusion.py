@@ -16,6 +16,7 @@ from typing import Any, Literal
 from kdist.comm.algorithms import ALGORITHMS
 from kdist.comm.cost import LinkCost
 from kdist.config.settings import Setting
+from kdist.config.unknown_fields import explains_fields
 
 import keras
 
@@ -34,6 +35,7 @@ comm_fusion: Setting[int] = Setting("kdist.set_comm_fusion")
 """What `set_comm_fusion` said."""
 
 
+@explains_fields
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FusionConfig:
     """How gradients, and the new values that they lead to, are fused into buckets.

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kdist.config.state_format import StateFormatConfig
+from kdist.config.unknown_fields import explains_fields
 
 LEVELS = (0, 1, 2, 3)
 PARTITIONS = ("auto", "slice", "parameter")
 PLACES = ("device", "host")
 
 
+@explains_fields
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     """How optimizer state, gradients and parameters are spread over the data axis.

@@ -9,6 +9,7 @@ from kdist.config.fusion import FusionConfig
 from kdist.config.optimizer import OptimizerConfig
 from kdist.config.pipeline import PipelineConfig
 from kdist.config.recompute import RecomputeConfig
+from kdist.config.unknown_fields import explains_fields
 from kdist.config.whole_batch import GLOBAL
 from kdist.sharding.axes import PIPE_NAME
 from kdist.sharding.layout import read_layout_map
@@ -17,6 +18,7 @@ from kdist.sharding.mesh import Topology
 import keras
 
 
+@explains_fields
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
     """How a model is trained on many devices.

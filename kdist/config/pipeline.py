@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from kdist.config.unknown_fields import explains_fields
 from kdist.pipeline.known_schedules import check_known, get_schedule
 from kdist.pipeline.schedule import Schedule
 from kdist.pipeline.validate import validate
@@ -14,6 +15,7 @@ from kdist.pipeline.validate import validate
 import keras
 
 
+@explains_fields
 @dataclass(frozen=True, kw_only=True)
 class PipelineConfig:
     """How a model is trained as a pipeline over the mesh's `pipe` axis.

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 from kdist.config.settings import Setting
+from kdist.config.unknown_fields import explains_fields
 
 import keras
 
@@ -84,6 +85,7 @@ def recompute(
     return layer
 
 
+@explains_fields
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RecomputeConfig:
     r"""Which layers of a model run again in the backward pass.
