@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import os
 from collections.abc import Mapping, Sequence
 
 from kdist.config.compression import Classes
 from kdist.pipeline.instructions import Gather
 from kdist.pipeline.work import Work
+from kdist.plan import layouts_png
 from kdist.plan.between_processes import Crossing, between_processes
 from kdist.plan.between_replicas import between_replicas
 from kdist.plan.boundaries import BoundaryTensor, BoundaryTraffic, boundary_traffic
@@ -240,6 +242,24 @@ class Plan:
             console: Where to print; standard output by default.
         """
         print_plan(self, console or Console())
+
+    def save_layouts(self, path: str | os.PathLike[str], title: str = "") -> None:
+        """Draws which part of each weight every device stores, and which it updates, as PNG.
+
+        A row per weight, a column per device. Weights whose paths differ in numbers alone and that
+        lie alike, such as those of equal blocks, share a row.
+
+        Args:
+            path: File to write.
+            title: Of the picture; the mesh by default.
+
+        Raises:
+            ImportError: Without matplotlib (the extra `plot`).
+
+        Example:
+            >>> model.plan().save_layouts("layouts.png")
+        """
+        layouts_png.save_png(self, path, title)
 
     def __str__(self) -> str:
         text = io.StringIO()
