@@ -20,7 +20,7 @@ Box = tuple[float, float, float, float]
 
 
 @dataclasses.dataclass(frozen=True)
-class Cell:
+class LayoutCell:
     """What one device has of a weight.
 
     Attributes:
@@ -49,7 +49,7 @@ class LayoutRow:
     shape: tuple[int, ...]
     count: int
     nbytes: int
-    cells: tuple[Cell, ...]
+    cells: tuple[LayoutCell, ...]
 
 
 def columns(plan: Plan) -> list[tuple[str, str]]:
@@ -86,7 +86,7 @@ def rows(plan: Plan) -> list[LayoutRow]:
         parts = [(stored[at], updated.get((position, at), [])) for at in places]
         shown = _shown_dims(one.shape, (i for pair in parts for some in pair for i in some))
         cells = tuple(
-            Cell(*(tuple(_box(i, one.shape, shown) for i in some) for some in pair))
+            LayoutCell(*(tuple(_box(i, one.shape, shown) for i in some) for some in pair))
             for pair in parts
         )
         alike.setdefault((_NUMBER.sub("*", one.path), one.shape, cells), []).append(one)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from kdist.display.figure import new_figure
-from kdist.plan.layout_cells import Box, Cell, LayoutRow, columns, rows
+from kdist.plan.layout_cells import Box, LayoutCell, LayoutRow, columns, rows
 
 if TYPE_CHECKING:
     from kdist.plan.plan import Plan
@@ -81,7 +81,7 @@ def _label(row: LayoutRow) -> str:
     return f"{row.name} {'x'.join(map(str, row.shape)) or 'scalar'}{times}"
 
 
-def _draw(axes: Any, cell: Cell, place: Box) -> None:
+def _draw(axes: Any, cell: LayoutCell, place: Box) -> None:
     """What a device has of a weight, over the outline of the whole."""
     _rectangle(axes, place, (0, 0, 1, 1), _ABSENT)
     for box in cell.stored:

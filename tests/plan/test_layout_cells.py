@@ -7,7 +7,7 @@ from pathlib import Path
 
 import kdist
 from kdist.plan import layouts_png
-from kdist.plan.layout_cells import Box, Cell, LayoutRow, columns, rows
+from kdist.plan.layout_cells import Box, LayoutCell, LayoutRow, columns, rows
 from kdist.plan.plan import Plan
 
 import keras
@@ -79,7 +79,7 @@ def test_where_parts_are() -> None:
     up = _row(found, "block_{0-2}_up/kernel")
     assert (up.shape, up.count) == ((8, 16), 3)
     quarters = [(x, y, 0.5, 0.5) for y in (0.0, 0.5) for x in (0.0, 0.5)]
-    assert up.cells == tuple(Cell(stored=(box,), updated=(box,)) for box in quarters)
+    assert up.cells == tuple(LayoutCell(stored=(box,), updated=(box,)) for box in quarters)
     down = _row(found, "block_{0-2}_down/kernel")
     assert sorted(cell.stored[0][1] for cell in down.cells) == [0.0, 0.25, 0.5, 0.75]
 
