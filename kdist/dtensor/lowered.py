@@ -37,6 +37,7 @@ _KIND_OF_OP = {
     "CollectiveBcastRecvV2": "broadcast",
 }
 _BETWEEN_AXES = "."
+_LOSS = "compile_loss/"  # the name scope of a compiled loss
 _HANDED_ON = frozenset({"Add", "AddN", "AddV2", "Identity"})
 
 
@@ -129,7 +130,7 @@ def format_table(found: Iterable[Collective]) -> str:
     """Prints collectives grouped by layer, phase, kind and axis, with their number and bytes."""
     groups: dict[tuple[str, str, str, str], list[int]] = {}
     for one in found:
-        key = (one.layer or "-", one.phase, one.kind, " x ".join(one.axis) or "-")
+        key = (one.layer or _outside(one), one.phase, one.kind, " x ".join(one.axis) or "-")
         groups.setdefault(key, []).append(one.bytes)
     columns = [Column(title) for title in ("layer", "phase", "kind", "axis")]
     columns += [number(title) for title in ("count", "bytes")]
@@ -137,6 +138,11 @@ def format_table(found: Iterable[Collective]) -> str:
     everything = [size for sizes in groups.values() for size in sizes]
     total = "total", "", "", "", str(len(everything)), f"{sum(everything):,}"
     return as_text(columns, rows, total=total)
+
+
+def _outside(one: Collective) -> str:
+    """What stands for the layer of a collective that is of none."""
+    return "(loss)" if _LOSS in one.node else "-"
 
 
 class _Graph:
@@ -178,7 +184,9 @@ class _Graph:
             dtype=dtype.name,
             bytes=math.prod(shape) * dtype.size,
             node=node.name,
-            layer=layer_of(node.name, layers) or together(terms),
+            layer=layer_of(node.name, layers)
+            or together(terms)
+            or together(self._layers_of_readers(node, layers)),
             phase="backward" if node.name in self._backward else "forward",
         )
 
@@ -193,6 +201,17 @@ class _Graph:
             yield (layer := layer_of(term.name, layers))
             if not layer and term.op in _HANDED_ON:
                 waiting += [one for one in term.input if not one.startswith("^")]
+
+    def _layers_of_readers(self, node: Any, layers: Collection[str]) -> Iterator[str]:
+        """Those that take what a collective gives, where it is a weight that is laid out."""
+        waiting, seen = [node.name], set[str]()
+        for name in waiting:
+            for reader in self._readers.get(name, ()):
+                if reader not in seen:
+                    seen.add(reader)
+                    yield (layer := layer_of(reader, layers))
+                    if not layer and self.nodes[reader].op in _HANDED_ON:
+                        waiting.append(reader)
 
     def _producer(self, reference: str) -> Any:
         return self.nodes.get(reference.lstrip("^").split(":")[0])
@@ -217,16 +236,22 @@ class _Graph:
         )
 
     @functools.cached_property
-    def _backward(self) -> set[str]:
-        """The nodes that are, or depend on, nodes of a gradient tape.
-
-        Sums of gradients and re-layouts have no tape in their names; their inputs do.
-        """
+    def _readers(self) -> dict[str, list[str]]:
+        """Node or argument -> the nodes that take what it gives."""
         readers: dict[str, list[str]] = {}
         for node in self.nodes.values():
             for reference in node.input:
                 if not reference.startswith("^"):  # such an edge only orders collectives
                     readers.setdefault(reference.split(":")[0], []).append(node.name)
+        return readers
+
+    @functools.cached_property
+    def _backward(self) -> set[str]:
+        """The nodes that are, or depend on, nodes of a gradient tape.
+
+        Sums of gradients and re-layouts have no tape in their names; their inputs do.
+        """
+        readers = self._readers
         waiting = [name for name in {*self.nodes, *readers} if BACKWARD in name]
         found = set(waiting)
         while waiting:

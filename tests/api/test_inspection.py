@@ -253,3 +253,20 @@ def test_layers_that_send_nothing_are_not_lowered_again() -> None:
     model.compile("sgd", "mse")
     model.train_on_batch(np.zeros((4, 6)), np.zeros((4, 8)))
     assert not kdist.inspect(model).collectives
+
+
+def test_collectives_of_tables_and_of_losses_say_so() -> None:
+    ids = keras.Input((8,), dtype="int32")
+    x = keras.layers.Embedding(320, 8, name="tokens")(ids)
+    model = keras.Model(ids, keras.layers.Dense(32, name="head")(x))
+    layouts = {"tokens/embeddings": ("model", None), "head/kernel": (None, "model")}
+    config = kdist.ParallelConfig(mesh=kdist.mesh(model=2), layout_map=layouts)
+    kdist.parallelize(model, config)
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    model.train_on_batch(np.zeros((2, 8)), np.zeros((2, 8)))
+    found = kdist.inspect(model)
+    (looked_up,) = [one for one in found.collectives if one.layer == "tokens"]
+    assert (looked_up.kind, looked_up.shape) == ("all-reduce", (2, 8, 8))
+    table = str(found)
+    assert "(loss)   forward    all-reduce" in table
+    assert "\n  -  " not in table
