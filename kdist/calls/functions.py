@@ -14,6 +14,7 @@ from kdist.program.logits import logits_of
 from kdist.program.program import Program
 from kdist.program.traced import TraceFacts
 from kdist.program.vjp import CapturesVariables, PureFunction, differentiable
+from kdist.runtime.stage_backend import StageBackend
 from kdist.stages.leaves import leaves, rebuild, specs
 from kdist.stages.lowered import UNKNOWN, Known
 from kdist.stages.repeating import RepeatingVjp
@@ -208,7 +209,7 @@ class CallFunctions:
     def __init__(
         self,
         program: Program,
-        backend: Any,
+        backend: StageBackend,
         layer: keras.Layer,
         call: Callable,
         arguments: CallArguments,

@@ -37,6 +37,7 @@ from kdist.program.batch import SplitBatch, split
 from kdist.program.program import Program
 from kdist.rows.model import study_program
 from kdist.rows.model_study import ModelStudy
+from kdist.runtime.stage_backend import StageBackend
 from kdist.stages.leaves import leaves
 from kdist.stages.lowered import UNKNOWN, Known
 from kdist.storage.constant_ids import knowing
@@ -68,7 +69,7 @@ class LayerCalls:
     def __init__(
         self,
         program: Program,
-        backend: Any,
+        backend: StageBackend,
         loss_from_layers: str,
         tell: Callable[[str], None],
         jit_compile: bool = False,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kdist._compat.custom_gradients import asked_by_graph
 from kdist._compat.function_graphs import in_vectorized_loop
@@ -33,6 +33,9 @@ from kdist.storage.sparse import is_sparse
 
 import keras
 import tensorflow as tf
+
+if TYPE_CHECKING:
+    from kdist.calls.layer_calls import LayerCalls
 
 
 def ranked(tensor: Any, known: Any) -> Any:
@@ -81,7 +84,7 @@ class OverMesh:
 
     def __init__(
         self,
-        calls: Any,
+        calls: LayerCalls,
         layer: keras.Layer,
         site: Hashable,
         functions: Sequence[CallFunctions],

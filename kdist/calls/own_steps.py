@@ -15,6 +15,7 @@ from kdist.calls.over_mesh import EveryGradient, NotOverMesh
 from kdist.dtensor import sizes
 from kdist.dtensor.retraced import Retrace
 from kdist.runtime.by_shape import ByShape
+from kdist.runtime.runner_contract import CompiledState
 
 import tensorflow as tf
 
@@ -29,7 +30,10 @@ class OwnSteps:
     """
 
     def __init__(
-        self, parallel: Any, calls: LayerCalls, applying: Callable[[], AbstractContextManager]
+        self,
+        parallel: CompiledState,
+        calls: LayerCalls,
+        applying: Callable[[], AbstractContextManager],
     ) -> None:
         self.parallel, self.model, self.calls = parallel, parallel.model, calls
         self._applying = applying

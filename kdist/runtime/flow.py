@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kdist._compat import keras_trainer
 from kdist.dtensor.sharded import Sharded, each
@@ -33,6 +33,9 @@ from kdist.storage.variables import backing_of
 import keras
 import tensorflow as tf
 
+if TYPE_CHECKING:
+    from kdist.runtime.pipeline_runner import PipelineRunner
+
 
 class Flow:
     """The values of one replica in one step, all in the step's graph, as parts on its slices.
@@ -55,7 +58,7 @@ class Flow:
 
     def __init__(
         self,
-        runner: Any,
+        runner: PipelineRunner,
         replica: int,
         functions: Sequence[Sequence[StageFunctions]],
         micro: MicroBatches,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from kdist.config.without_effect import WithoutEffect
 from kdist.dtensor.sharded import Sharded
 from kdist.optimizer.slice_gradients import SliceGradients
 from kdist.sharding.mesh import Topology
@@ -20,6 +21,10 @@ class StageBackend(Backend, Protocol):
 
     topology: Topology
     storage: Topology
+
+    @property
+    def idle(self) -> Sequence[WithoutEffect]:
+        """Layouts that cut nothing where they are."""
 
     @property
     def exact(self) -> bool:
