@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kdist._compat import keras_applied
 from kdist.optimizer.wrappers import unwrap
@@ -12,8 +12,11 @@ from kdist.optimizer.wrappers import unwrap
 import keras
 import tensorflow as tf
 
+if TYPE_CHECKING:
+    from kdist.api.parallelize import Parallel
 
-def apply_whole(parallel: Any, gradients: Sequence[Any]) -> None:
+
+def apply_whole(parallel: Parallel, gradients: Sequence[Any]) -> None:
     """Updates the weights of a model, on their owners' devices.
 
     Args:
@@ -40,7 +43,7 @@ def apply_whole(parallel: Any, gradients: Sequence[Any]) -> None:
     step.apply_whole(list(gradients))
 
 
-def hand_over(parallel: Any) -> None:
+def hand_over(parallel: Parallel) -> None:
     """Makes the compiled optimizer's `apply` and `apply_gradients` update over the mesh.
 
     Its state lies with local optimizers, which Keras's own code would pass by.
@@ -52,7 +55,7 @@ def hand_over(parallel: Any) -> None:
     keras_applied.replace_apply(optimizer, _by_mesh(parallel, optimizer))
 
 
-def _by_mesh(parallel: Any, optimizer: Any) -> Callable[..., None]:
+def _by_mesh(parallel: Parallel, optimizer: Any) -> Callable[..., None]:
     @tf.autograph.experimental.do_not_convert
     def apply(grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
         if parallel.own_updates.running:
@@ -68,7 +71,7 @@ def _by_mesh(parallel: Any, optimizer: Any) -> Callable[..., None]:
     return apply
 
 
-def _refuse(parallel: Any, optimizer: Any) -> None:
+def _refuse(parallel: Parallel, optimizer: Any) -> None:
     model, own = parallel.model, f"{type(optimizer).__name__} {optimizer.name!r}"
     if model.optimizer is not optimizer:
         raise ValueError(

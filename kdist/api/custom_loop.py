@@ -7,7 +7,7 @@ over inner axes, in the order of `model.trainable_variables`; those of tables as
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kdist.api.applied_by_hand import apply_whole
 from kdist.api.attached import attached
@@ -19,6 +19,9 @@ from kdist.runtime.runner_contract import row_shares
 
 import keras
 import tensorflow as tf
+
+if TYPE_CHECKING:
+    from kdist.api.parallelize import Parallel
 
 unconverted = tf.autograph.experimental.do_not_convert
 """For what users call in a `tf.function`: AutoGraph would rewrite all of kdist (20 s, once)."""
@@ -82,7 +85,7 @@ def training_pass(parallel: Parallel, data: Any, compress: bool = True) -> Train
         return parallel.plain_step.gradients(data, compress)
 
 
-def _verify_first(parallel: Any, data: Any) -> None:
+def _verify_first(parallel: Parallel, data: Any) -> None:
     """Verifies the loop's first batch, if the configuration asks for it."""
     if parallel.config.verify is None or parallel.verified:
         return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from kdist._compat import (
     function_graphs,
@@ -35,6 +35,7 @@ import keras
 
 if TYPE_CHECKING:
     from kdist.api.own_updates import OwnUpdates
+    from kdist.api.parallelize import Parallel
 
 
 class PreparedModel(FittedModel):
@@ -175,7 +176,7 @@ class PreparedModel(FittedModel):
             self.low_rank,
             self,
         )
-        hand_over(self)
+        hand_over(cast("Parallel", self))
         self.warn_without_effect()
         self.tell_own_methods(self.update)
 

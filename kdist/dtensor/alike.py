@@ -6,7 +6,7 @@ Read from what they are made of. A tensor that cannot be told is taken for one t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kdist._compat import dtensor_internals
 from kdist.dtensor.collectives import COLLECTIVES
@@ -16,6 +16,7 @@ import numpy as np
 
 if TYPE_CHECKING:
     from kdist.dtensor.rewiring import Rewiring
+    from kdist.dtensor.stitching import Stitcher
 
 Groups = Sequence[Sequence[int]]
 _MADE_WHOLE = frozenset({"CollectiveGatherV2", "CollectiveReduceV2"})
@@ -62,7 +63,7 @@ def _sources(rewiring: Rewiring, name: str, groups: Groups) -> Sequence[str] | N
     return None if dtensor_internals.has_effects(node.op) else program.inputs_of(node)
 
 
-def _is_cut(program: Any, name: str, groups: Groups) -> bool:
+def _is_cut(program: Stitcher, name: str, groups: Groups) -> bool:
     """Whether members of a group have different parts of an input, or it is their number."""
     one = program.program.arguments[program.inputs[name]]
     if one.position is None:

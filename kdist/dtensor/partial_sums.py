@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kdist._compat import dtensor_internals
 from kdist.dtensor.collectives import COLLECTIVES
@@ -23,6 +23,9 @@ from kdist.graphs.chunks import node_of
 import numpy as np
 import tensorflow as tf
 from tensorflow.core.framework import node_def_pb2
+
+if TYPE_CHECKING:
+    from kdist.dtensor.stitching import Stitcher
 
 MARK = "_kdist_summed"
 
@@ -91,7 +94,7 @@ class Summands:
             of their groups; "" without others.
     """
 
-    def __init__(self, program: Any, summed: Summed) -> None:
+    def __init__(self, program: Stitcher, summed: Summed) -> None:
         self.program, self.nodes = program, program.nodes
         axes = program.program.axes
         position = list(axes).index(summed.axis)

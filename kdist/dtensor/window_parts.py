@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kdist.dtensor.body import Body, data_inputs
 from kdist.dtensor.device_number import SHAPES
@@ -10,8 +10,11 @@ from kdist.dtensor.window_rules import RULES
 
 from tensorflow.experimental import dtensor
 
+if TYPE_CHECKING:
+    from kdist.dtensor.lowering import LoweredProgram
 
-def of_parts(body: Body, program: Any) -> dict[str, str]:
+
+def of_parts(body: Body, program: LoweredProgram) -> dict[str, str]:
     """Operations in the program of one device that are not of whole pictures and filters.
 
     DTensor refuses most of them; of depthwise convolutions it does not look at the filters.

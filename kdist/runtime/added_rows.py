@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kdist.optimizer.slice_gradients import as_gradient
 from kdist.storage.sparse import add, in_order, joined
 
 import tensorflow as tf
+
+if TYPE_CHECKING:
+    from kdist.runtime.pipeline_runner import PipelineRunner
 
 
 class AddedRows:
@@ -19,7 +22,7 @@ class AddedRows:
         functions: Of each virtual stage.
     """
 
-    def __init__(self, runner: Any, functions: Sequence[Any]) -> None:
+    def __init__(self, runner: PipelineRunner, functions: Sequence[Any]) -> None:
         self.runner, self.functions = runner, functions
 
     def __call__(
