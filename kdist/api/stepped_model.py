@@ -9,7 +9,6 @@ from typing import Any
 from kdist._compat import keras_models, keras_remat, keras_trainer, keras_xla
 from kdist.api.planned_model import PlannedModel
 from kdist.config.parallel import ParallelConfig
-from kdist.display.warn import warn
 from kdist.optimizer.wrappers import row_updates, sums_rows
 from kdist.pipeline.work import Work
 from kdist.program.program import Program
@@ -80,7 +79,6 @@ class SteppedModel(PlannedModel):
         self.row_studies: dict[bool, ModelStudy] = {}
         self.observed = False
         self._mesh_runner: MeshRunner | PipelineRunner | None = None
-        self._said: set[str] = set()
         self._without_batch: Any = None
 
     def forget_steps(self, jit_compile: bool | str) -> None:
@@ -156,15 +154,12 @@ class SteppedModel(PlannedModel):
         """Says, once, why something does not run over DTensor."""
         if reason not in self.fallbacks:
             self.fallbacks.append(reason)
-            warn(f"{self.model.name}: {reason}")
+            self.warn_once(reason)
 
     def say_whole_loss(self) -> None:
         """Says, once, that a loss is computed over the whole batch, where nobody asked for it."""
-        if self.whole_loss_note not in self._said and (
-            self.whole_loss != OVERRIDDEN or self.staged is not None
-        ):
-            self._said.add(self.whole_loss_note)
-            warn(f"{self.model.name}: {self.whole_loss_note}")
+        if self.whole_loss != OVERRIDDEN or self.staged is not None:
+            self.warn_once(self.whole_loss_note)
 
     @property
     def chunking(self) -> Chunking | None:
