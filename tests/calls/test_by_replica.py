@@ -304,3 +304,33 @@ def test_masks_go_along(axes: dict[str, int], level: int) -> None:
         models.append(model)
     same(models)
     assert any(BY_REPLICA in str(one.message) for one in said)
+
+
+class Rounded(Penalty):
+    """The penalty of a model that computes in 16 bits."""
+
+    def loss_of(self, x: Any, y: Any) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            found = ops.cast(self(x, training=True), y.dtype)
+        slopes = ops.sum(ops.square(ops.cast(tape.gradient(found, x), y.dtype)), axis=1)
+        return ops.mean((found - y) ** 2) + ops.mean((slopes - 1.0) ** 2)
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+@pytest.mark.parametrize("axes", AXES, ids=IDS)
+def test_in_sixteen_bits(axes: dict[str, int], policy: str) -> None:
+    """Up to what they round off: products of 16 bits are added in another order."""
+    keras.config.set_floatx("float32")
+    keras.config.set_dtype_policy(policy)
+    models = pair(axes, Rounded)
+    before = models[0].get_weights()
+    x, y = (part.astype("float32") for part in batch(16))
+    with pytest.warns(UserWarning, match=BY_REPLICA):
+        for model in models:
+            model.compile(keras.optimizers.SGD(0.5))
+            model.fit(x, y, batch_size=16, verbose=0)
+    bits = 7 if policy == "mixed_bfloat16" else 10
+    for start, one, other in zip(before, *(m.get_weights() for m in models), strict=True):
+        moved = np.abs(one - start).max()
+        assert moved > 0 and np.abs(other - one).max() < 2 * 2.0**-bits * moved
