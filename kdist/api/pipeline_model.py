@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -48,20 +47,18 @@ def PipelineModel(
         The same model object.
 
     Raises:
-        ValueError: For what `PipelineConfig`, `ParallelConfig` and `parallelize` refuse.
+        ValueError, TypeError: For what `PipelineConfig`, `ParallelConfig` and `parallelize` refuse.
 
     Example:
         >>> model = kdist.PipelineModel(build_model(), stages=2, micro_batches=8)
         >>> model.compile("adam", "mse")
         >>> model.fit(x, y)
     """
-    fixed = {"mesh", "pipeline"} & set(options)
-    known = {field.name for field in dataclasses.fields(ParallelConfig)}
-    if fixed or not set(options) <= known:
+    if fixed := {"mesh", "pipeline"} & set(options):
         raise ValueError(
             "PipelineModel takes the fields of kdist.ParallelConfig other than mesh and pipeline, "
             "which it makes. For a mesh of your own use kdist.parallelize. "
-            f"Received: {sorted(fixed or set(options) - known)}"
+            f"Received: {sorted(fixed)}"
         )
     pipeline = PipelineConfig(
         micro_batches=micro_batches,

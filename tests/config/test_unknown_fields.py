@@ -10,6 +10,7 @@ from typing import Any
 import kdist
 from kdist.config.unknown_fields import _AXES, _FIELDS, instead_of
 
+import keras
 import pytest
 
 
@@ -66,3 +67,9 @@ def test_they_are_dataclasses_as_before() -> None:
     assert "threshold_kb" in inspect.signature(kdist.OptimizerConfig).parameters
     with pytest.raises(TypeError, match="micro_batches"):
         kdist.PipelineConfig()  # type: ignore[call-arg]
+
+
+def test_a_pipeline_model_passes_them_on() -> None:
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(2), keras.layers.Dense(2)])
+    with pytest.raises(TypeError, match=r"Write optimizer=kdist.OptimizerConfig\(level=...\)"):
+        kdist.PipelineModel(model, stages=2, micro_batches=2, zero_stage=1)
