@@ -11,6 +11,7 @@ import contextlib
 import enum
 import functools
 import types
+import weakref
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -52,8 +53,10 @@ class Equal:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Equal) or type(other.value) is not type(self.value):
             return False
+        if other.value is self.value:
+            return True
         with contextlib.suppress(Exception):  # whatever the user's own comparison raises
-            return other.value is self.value or bool(self.value == other.value)
+            return bool(self.value == other.value)
         return False
 
     def __hash__(self) -> int:
@@ -86,11 +89,21 @@ def alike(value: Any, depth: int = _DEPTH) -> Hashable:
         value: The object.
         depth: How deep to look into it.
     """
+    try:
+        return _alike(value, depth)
+    except Exception:  # whatever the user's own class raises where it is looked into
+        return Same(value)
+
+
+def _alike(value: Any, depth: int) -> Hashable:
     kind = type(value)
     if isinstance(value, _NUMBERS):
+        hash(value)
         return (kind, value)  # 1, 1.0 and True are equal
-    if isinstance(value, tf.Tensor | keras.KerasTensor) and not hasattr(value, "numpy"):
-        return (kind,)  # of a trace: what a layer keeps to show it, as attention scores
+    if isinstance(value, keras.KerasTensor):
+        return (kind,)
+    if isinstance(value, tf.Tensor) and not hasattr(value, "numpy"):
+        return (kind, *_of_step(value))
     if isinstance(value, np.ndarray) and value.nbytes <= _BYTES and not value.dtype.hasobject:
         return (kind, value.dtype.str, value.shape, value.tobytes())
     if not depth or (isinstance(value, (*_CONTAINERS, Mapping)) and len(value) > _MOST):
@@ -99,8 +112,20 @@ def alike(value: Any, depth: int = _DEPTH) -> Hashable:
         items = value.items()
         return (kind, *((alike(k, depth - 1), alike(v, depth - 1)) for k, v in items))
     if isinstance(value, _CONTAINERS):
-        return (kind, *(alike(one, depth - 1) for one in value))
+        held = (alike(one, depth - 1) for one in value)
+        return (kind, frozenset(held)) if isinstance(value, set | frozenset) else (kind, *held)
     return _own_object(value, depth)
+
+
+def _of_step(tensor: tf.Tensor) -> tuple[Hashable, ...]:
+    """Which one a tensor of a graph is, where what is traced can read it.
+
+    Of another trace it is what a layer keeps to show it, as attention scores.
+    """
+    graph = tf.compat.v1.get_default_graph()
+    while graph is not None and graph is not tensor.graph:
+        graph = getattr(graph, "outer_graph", None)
+    return () if graph is None else (weakref.ref(graph), tensor.name)
 
 
 def _own_object(value: Any, depth: int) -> Hashable:
@@ -111,7 +136,7 @@ def _own_object(value: Any, depth: int) -> Hashable:
     if isinstance(value, _THEMSELVES):
         return Same(value)
     if kind.__hash__ not in (None, object.__hash__):
-        with contextlib.suppress(TypeError):  # of a class that has a hash, but not always
+        with contextlib.suppress(Exception):  # of a class that has a hash, but not always
             return Equal(value)
     if _of_library(kind.__module__) or not hasattr(value, "__dict__"):
         return Same(value)

@@ -25,7 +25,10 @@ from keras import ops
 
 
 class NoRowsError(Exception):
-    """A layer gives ragged or sparse tensors, whose rows cannot be put together."""
+    """Not all that a layer takes and gives is cut by rows, or shared; layers inside it may be.
+
+    It gives ragged or sparse tensors, or reads a tensor of the step of which a gradient is due.
+    """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,6 +203,7 @@ class CallFunctions:
         adders: The layer that gave each value of `CallOutput.added`.
         row_adders: Those whose values have an entry for each row, which Keras adds up.
         updated: Positions in `ModelState.written` of the state that it writes.
+        held: Tensors of the step that may have a gradient, and that it reads beside its arguments.
         repeats: Whether something runs again in the backward pass.
 
     Raises:
@@ -254,6 +258,7 @@ class CallFunctions:
                     "layers attributes of it, and a tf.Variable a weight (self.add_weight). "
                     f"Received: layer {layer.path or layer.name!r}"
                 ) from None
+            self.held = [t for t in self.vjp.from_outside() if differentiable(t)]
             # Of no budget: what calls keep until the step's tapes use it is not theirs to say.
             again = self.vjp.candidates().certain if program.blocks else ()
             self.repeats = bool(again) and self.vjp.repeats(again)

@@ -256,6 +256,7 @@ class LayerCalls:
                 self._functions_of(layer, call, given, one, functools.partial(rows.spec, r))
                 for r, one in enumerate(parts)
             ]
+        self._leave_held(layer, functions[0])
         site = call_site(self._begin)
         if why := self.again.reason(layer, site):
             study = self._study(self._key(layer, given), layer, call, given)
@@ -277,6 +278,22 @@ class LayerCalls:
                 "step; freeze within the step what is not to train in a part of it. "
                 f"Received: {thawed[:3]}"
             )
+
+    def _leave_held(self, layer: keras.Layer, functions: CallFunctions) -> None:
+        """Leaves a call off the mesh that would keep gradients from tensors that a layer holds.
+
+        Raises:
+            NoRowsError: It reads some that a tape knows.
+        """
+        held = [t for t in functions.held if not self._in_step or is_recorded(t)]
+        if held:
+            self._tell(
+                f"Layer {layer.path or layer.name!r} reads a tensor that the step computes, from "
+                "an attribute or a closure. For its gradient, what the layer computes itself runs "
+                "on one device, layers inside it over the mesh. Make it an argument of the call. "
+                f"Received: tensors of shapes {[t.shape.as_list() for t in held[:3]]}"
+            )
+            raise NoRowsError
 
     def _tables_of(self, layer: keras.Layer, call: Callable, given: CallArguments) -> CallTables:
         """What fetches rows of tables for a call."""

@@ -94,6 +94,10 @@ class Vjp:
         found = unflatten(self._kinds, self._call_backward(*where, *params, *saved, *given))
         return found[: self._sizes[0]], found[self._sizes[0] :]
 
+    def from_outside(self) -> list[Any]:
+        """Tensors that it reads from the graph around it, before it is cut."""
+        return [t for t, _ in self._joint_trace.graph.captures if tf.is_symbolic_tensor(t)]
+
     def takes_cotangent(self, output: int) -> bool:
         """Whether the gradient of an output has any effect."""
         return output in self._cotangents

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import sys
 import types
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 from kdist._compat import keras_models
@@ -102,6 +104,48 @@ def test_an_object_that_cannot_say_what_it_equals_equals_itself() -> None:
     one, other = Arrays(), Arrays()
     assert {alike(one): 1}[alike(one)] == 1
     assert alike(one) != alike(other)
+
+
+@dataclasses.dataclass
+class Sizes:
+    size: int
+
+
+class OfSizes(Sizes, enum.Enum):
+    """Has no hash: the dataclass has none."""
+
+    SMALL = 1
+
+
+class Number(int):
+    def __eq__(self, other: object) -> bool:
+        return int(self) == other
+
+    __hash__: Any = None
+
+
+class Failing(Mapping):
+    """Raises whatever is asked of it."""
+
+    def __getitem__(self, key: Any) -> Any:
+        raise RuntimeError
+
+    __iter__ = __len__ = __hash__ = __getitem__  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(
+    "value", [OfSizes.SMALL, Number(3), np.zeros(1, "i4,i4")[0], Failing(), [Failing()]]
+)
+def test_what_cannot_be_looked_into_is_itself(value: Any) -> None:
+    assert {alike(value): 1}[alike(value)] == 1
+    assert alike([value, 1]) != alike([value, 2])
+
+
+def test_sets_are_alike_in_whatever_order() -> None:
+    words = [str(n) for n in range(50)]
+    others = words[::-1]
+    assert alike(set(words)) == alike(set(others))
+    assert alike({1}) != alike({1.0}) and alike({1}) != alike({2})
 
 
 def test_large_containers_are_themselves() -> None:
