@@ -62,7 +62,7 @@ class ShardedCheckpoint(keras.callbacks.Callback):
     Args:
         directory: Of checkpoints.
         every_steps: Training steps from one checkpoint to the next, and one at the end of the last
-            epoch; None for one at the end of each epoch.
+            epoch, if its loss is finite; None for one at the end of each epoch.
         keep: How many of the newest stay; None for all.
         asynchronous: Write in the background: training waits for the copy to host memory alone.
         monitor: A name in the logs; the checkpoint with its best value stays too. For one that only
@@ -286,6 +286,7 @@ class ShardedCheckpoint(keras.callbacks.Callback):
         """See `keras.callbacks.Callback`."""
         self._monitored.see_epoch(logs or {})
         last = epoch + 1 == self.params.get("epochs") or self.model.stop_training
+        last = last and np.isfinite((logs or {}).get("loss", 0.0))  # else `keep` loses what it was
         if self.every_steps is None or self._due or last or self._monitored.of_epochs:
             self._save(epoch + 1, 0, logs)
 

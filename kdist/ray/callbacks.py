@@ -34,8 +34,8 @@ class ShardedCheckpoint(_ShardedCheckpoint):
     workers. `kdist.checkpoint.restore(model, directory)` takes the directory of one.
 
     Args:
-        every_steps: Training steps from one checkpoint to the next; None for one at the end of
-            each epoch.
+        every_steps: Training steps from one checkpoint to the next, and one at the end of the last
+            epoch, if its loss is finite; None for one at the end of each epoch.
         asynchronous: Write and report in the background.
         compression: See `kdist.checkpoint.save`.
 

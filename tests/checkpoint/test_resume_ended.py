@@ -47,6 +47,24 @@ def test_so_is_the_end_of_a_run_that_another_callback_stops(tmp_path, first):
     assert int(again.optimizer.iterations) == 2 * STEPS
 
 
+class Diverges(keras.callbacks.Callback):
+    """Has a weight that is no number from a step on."""
+
+    def on_train_batch_begin(self, batch, logs=None):
+        if int(self.model.optimizer.iterations) == STEPS + 2:
+            weight = self.model.weights[0]
+            weight.assign(weight * np.nan)
+
+
+def test_the_end_of_a_run_that_diverged_takes_no_checkpoint_away(tmp_path):
+    model, rows = build({"data": 2}, 1), source("arrays")
+    stop = [Diverges(), keras.callbacks.TerminateOnNaN()]
+    saver = ShardedCheckpoint(tmp_path, every_steps=STEPS + 1, keep=1)
+    model.fit(**rows, epochs=3, verbose=0, callbacks=[*stop, saver])
+    assert np.isnan(model.get_weights()[0]).any()
+    assert [directories.step_of(one) for one in directories.folders(tmp_path)] == [STEPS + 1]
+
+
 class StopWithin(keras.callbacks.Callback):
     """Stops training within an epoch, as `TerminateOnNaN` does."""
 
