@@ -43,6 +43,18 @@ def test_a_line_of_the_users_own_step_is_his() -> None:
     assert said[0].filename == __file__  # the lambda, which is nearest
 
 
+def test_of_a_function_that_autograph_converts_the_call_is_shown() -> None:
+    def step(x: tf.Tensor) -> tf.Tensor:
+        if x > 0:
+            warn("something")
+        return x
+
+    converted = tf.function(step)
+    with pytest.warns(UserWarning, match="something") as said:
+        converted(tf.ones(()))
+    assert said[0].filename == __file__
+
+
 def test_advice_on_retracing_is_dropped_within_the_block_alone(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
