@@ -27,6 +27,7 @@ from kdist.calls.arguments import CallArguments, any_symbolic, without_rows
 from kdist.calls.by_replica import NotByReplica, by_replica, refuse_others
 from kdist.calls.call_site import Again, call_site
 from kdist.calls.functions import CalledProgram, CallFunctions, CallInput, NoRowsError, used_by
+from kdist.calls.many_traces import ManyTraces
 from kdist.calls.over_mesh import OverMesh
 from kdist.calls.tables import CallTables
 from kdist.calls.xla import refuse_within_xla
@@ -79,7 +80,7 @@ class LayerCalls:
         self.again, self._ran = Again(), dict[int, int]()
         self._loss_from_layers, self.every_gradient = loss_from_layers, False
         self._layers = keras_models.flat_layers(program.model)
-        self._tell = tell
+        self._tell, self._many = tell, ManyTraces(tell)
         self._functions: dict[tuple[Hashable, Hashable], CallFunctions] = {}
         self._known: dict[Hashable, Known] = {}
         self._sorted: dict[Hashable, tuple[str, ...] | None] = {}
@@ -351,6 +352,7 @@ class LayerCalls:
         lasting = (self._key(layer, arguments, False), signature(tensors), given.sources)
         key = (lasting, look)
         if key not in self._functions:
+            self._many.see(keras_models.flat_layers(layer), lasting, arguments.python)
             study = self._study(look, layer, call, arguments)
             with knowing(study.constant_ids):
                 known = self._known.get(lasting, UNKNOWN)
