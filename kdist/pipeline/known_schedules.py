@@ -75,7 +75,7 @@ def check_known(schedule: Any) -> None:
     Raises:
         ValueError: It is none, neither a name of one nor a file.
     """
-    path = isinstance(schedule, str | os.PathLike) and os.path.exists(schedule)
+    path = isinstance(schedule, str | os.PathLike) and os.path.isfile(schedule)
     if isinstance(schedule, Schedule) or path or schedule in NAMES:
         return
     raise ValueError(

@@ -198,6 +198,7 @@ def test_prints_readably():
         ({"schedule": "nonsense"}, "schedule is one of 'gpipe', '1f1b'"),
         ({"schedule": 3}, "schedule is one of"),
         ({"schedule": "missing.csv"}, "path of an existing CSV file"),
+        ({"schedule": "."}, "path of an existing CSV file"),
         ({"chunks": 0}, "chunks is an integer from 1 on"),
         ({"stages": ["up", "down"]}, "the layers themselves, not their names"),
         ({"costs": "guessed"}, "costs is 'estimate'"),
