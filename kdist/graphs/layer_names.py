@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 from collections.abc import Collection, Iterable, Sequence
 
@@ -24,8 +25,8 @@ def layer_of(node: str, layers: Collection[str] = ()) -> str:
             (`dense_1` for `dense`); with the paths such a scope is recognised.
 
     Returns:
-        The longest of the paths that the node lies under; without paths, the node's scope; empty
-        where there is none.
+        The longest of the paths that the node lies under, or the one that ends most like the
+        scopes around it; without paths, the node's scope; empty where there is none.
     """
     added = ADDED.search(node)
     operation = node[: added.start()] if added else node
@@ -39,7 +40,28 @@ def layer_of(node: str, layers: Collection[str] = ()) -> str:
         best = max(((_match(parts[:end], p.split("/")), p) for p in paths), default=((0, 0), ""))
         if best[0] > (0, 0):
             return best[1]
+    return _by_last_names(parts[:-1], known)
+
+
+def _by_last_names(scopes: Sequence[str], known: dict[str, list[str]]) -> str:
+    """The layer whose path ends most like the innermost scopes that end like any; "" if several.
+
+    Layers that something else than their model calls, such as a stage, lie not under its scope.
+    """
+    for end in range(len(scopes), 0, -1):
+        paths = known.get(_SUFFIX.sub("", scopes[end - 1])) or known.get(scopes[end - 1], [])
+        likeness = [_alike_ends(scopes[:end], path.split("/")) for path in paths]
+        if paths:
+            best = max(likeness)
+            return paths[likeness.index(best)] if likeness.count(best) == 1 else ""
     return ""
+
+
+def _alike_ends(scopes: Sequence[str], names: Sequence[str]) -> int:
+    """With how many names of a path scopes end."""
+    pairs = zip(reversed(scopes), reversed(names))
+    same = (name in (scope, _SUFFIX.sub("", scope)) for scope, name in pairs)
+    return sum(1 for _ in itertools.takewhile(bool, same))
 
 
 def together(layers: Iterable[str]) -> str:

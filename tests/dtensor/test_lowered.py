@@ -136,6 +136,16 @@ def test_layers_of_nodes():
     assert layer_of("a/dense_1/MatMul/DTensorAllReduceOp_9", ("dense_1",)) == "dense_1"
 
 
+def test_layers_that_something_else_than_the_model_calls():
+    layers = ("net/up", "net/up_1", "net/a/query", "net/b/query")
+    at = lambda node: layer_of(node, layers)  # noqa: E731
+    assert at("stage_call_1/up_1/Tensordot/MatMul/DTensorAllReduceOp_9_1") == "net/up"
+    assert at("gradient_tape/stage_call_1/up_1_1/MatMul") == "net/up_1"
+    assert at("stage_call_1/query_1/MatMul") == ""  # either of two
+    assert at("stage_call_1/up") == ""  # an operation of that name
+    assert at("stage_call_1/a_1/query_1/MatMul") == "net/a/query"
+
+
 def test_layers_of_one_node_are_told_together():
     assert together([]) == together([""]) == ""
     assert together(["", "net/up", "net/up"]) == "net/up"
