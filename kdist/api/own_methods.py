@@ -6,10 +6,35 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from kdist.runtime.metrics import overrides
+
 import keras
 
 _MANY = inspect.Parameter.VAR_POSITIONAL
 _NAMED = inspect.Parameter.VAR_KEYWORD
+
+
+MADE = ("make_train_function", "make_test_function", "make_predict_function")
+"""Methods whose functions kdist makes itself."""
+
+
+def refuse_own_functions(model: keras.Model) -> None:
+    """Refuses a model that makes itself what `fit`, `evaluate` or `predict` call.
+
+    Args:
+        model: The model, which is not parallel yet.
+
+    Raises:
+        ValueError: It does: its function would be left out.
+    """
+    for name in MADE:
+        if overrides(model, name):
+            kind = name.split("_")[1]
+            raise ValueError(
+                f"kdist makes the {kind} function itself, over the mesh. Say what a step does in "
+                f"{kind}_step, and leave {name} to Keras. "
+                f"Received: {type(model).__name__} with a {name} of its own"
+            )
 
 
 class Arguments:

@@ -22,7 +22,7 @@ from kdist.api.changed_weights import (
     take_up_weights,
 )
 from kdist.api.inside_layers import inside_layers, over_inner_axes
-from kdist.api.own_methods import Arguments
+from kdist.api.own_methods import Arguments, refuse_own_functions
 from kdist.api.own_updates import OwnUpdates
 from kdist.api.prepared_model import PreparedModel
 from kdist.api.table_optimizers import with_table_optimizers
@@ -132,6 +132,7 @@ class Parallel(PreparedModel):
     def install(self) -> None:
         """Attaches to the model and replaces the methods that make its functions."""
         model = self.model
+        refuse_own_functions(model)
         own_steps.refuse_stages(self)
         if is_built(model) and not self.waits_for_batch and not tf.distribute.has_strategy():
             # First, so that a model whose layouts are refused is left as it was.

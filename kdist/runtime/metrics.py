@@ -32,8 +32,9 @@ STREAMING = frozenset(
 
 
 def overrides(model: keras.Model, method: str) -> bool:
-    """True if the user's model class defines `method` itself."""
-    return getattr(type(model), method) is not getattr(keras.Model, method)
+    """True if the user defines `method`: in the model's class, or on the object alone."""
+    own = getattr(type(model), method) is not getattr(keras.Model, method)
+    return own or method in vars(model)
 
 
 class MetricUpdates:

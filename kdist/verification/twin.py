@@ -30,6 +30,9 @@ OF_TRAINING = frozenset(
 )
 """Attributes that `build`, `compile` and `fit` set on a model."""
 
+METHODS_OF_STEPS = ("train_step", "test_step", "compute_loss", "compute_metrics")
+"""Methods of a model that its steps call."""
+
 
 @contextlib.contextmanager
 def precision(policy: str) -> Iterator[None]:
@@ -86,6 +89,9 @@ def make_twin(model: keras.Model, policy: str, x: Any) -> keras.Model:
     Raises:
         NoTwin: The configuration does not say all that the model is.
     """
+    if own := [name for name in METHODS_OF_STEPS if name in vars(model)]:
+        # It may be about this very object, as functions that were defined beside it are.
+        raise NoTwin(f"its {own[0]} is an attribute of the object, and no method of its class")
     try:
         with keras_twins.own_lambdas(), keras_twins.names_kept():
             twin = _again(model, policy)
