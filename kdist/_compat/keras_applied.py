@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -27,6 +28,20 @@ def own_methods(optimizer: Any, names: Sequence[str]) -> list[str]:
         return next(one for one in type(optimizer).__mro__ if name in vars(one))
 
     return [n for n in names if definer(n).__module__.split(".")[0] not in ("keras", "kdist")]
+
+
+def methods_of_object(optimizer: Any) -> list[str]:
+    """Methods that somebody assigned to one optimizer, and neither Keras nor kdist did."""
+    kind = type(optimizer)
+    found = [n for n, v in vars(optimizer).items() if callable(v) and hasattr(kind, n)]
+    methods = [n for n in found if inspect.isfunction(inspect.getattr_static(kind, n))]
+    return [n for n in methods if _package_of(vars(optimizer)[n]) not in ("keras", "kdist")]
+
+
+def _package_of(function: Any) -> str:
+    while isinstance(function, functools.partial):
+        function = function.func
+    return (getattr(function, "__module__", None) or "").partition(".")[0]
 
 
 def replace_apply(optimizer: Any, apply: Callable[..., None]) -> None:

@@ -106,7 +106,9 @@ def compiled_losses(model: keras.Model) -> list[CompileLoss.Loss]:
 def loss_function(loss: keras.Loss) -> tuple[Any, dict[str, Any]]:
     """The function that a loss object wraps, and its options; (None, {}) if it wraps none."""
     wrapper = keras_losses.LossFunctionWrapper
-    if not isinstance(loss, wrapper) or type(loss).call is not wrapper.call:
+    if not isinstance(loss, wrapper) or "call" in vars(loss):  # assigned to the object
+        return None, {}
+    if type(loss).call is not wrapper.call:
         return None, {}
     return loss.fn, dict(loss._fn_kwargs)
 

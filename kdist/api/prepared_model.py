@@ -21,6 +21,7 @@ from kdist.api.table_optimizers import check_table_optimizers
 from kdist.config.parallel import ParallelConfig
 from kdist.optimizer.local import sees_some_alone
 from kdist.optimizer.update import DistributedUpdate
+from kdist.optimizer.wrappers import optimizers_of, refuse_methods_of_objects
 from kdist.runtime.keras_contract import (
     as_spec,
     build_by_step,
@@ -105,6 +106,8 @@ class PreparedModel(FittedModel):
         """
         mirrored_scope.refuse_scope()
         mirrored_scope.detach(self.model)
+        for optimizer in optimizers_of(self.model).values():
+            refuse_methods_of_objects(optimizer)
         if not layers_built(self.model):
             with keras_remat.taken_back(self.model), self._bearing():
                 build_by_step(self.model, step, *data)
@@ -163,6 +166,7 @@ class PreparedModel(FittedModel):
                 "Training needs an optimizer. Call model.compile(optimizer=..., loss=...). "
                 f"Received: model={self.model.name!r}, compiled with optimizer=None"
             )
+        refuse_methods_of_objects(self.model.optimizer)
         check_table_optimizers(self.model)
         spread = self.spread()
         self.update = DistributedUpdate(

@@ -152,6 +152,22 @@ def sees_some_alone(optimizer: Any, devices: int) -> str | None:
     return f"optimizer {name!r} {'. It '.join(found)}" if found else None
 
 
+def refuse_assigned_methods(optimizer: Any) -> None:
+    """Refuses an optimizer of which a method was replaced on the object.
+
+    Raises:
+        ValueError: Naming the method.
+    """
+    if found := keras_applied.methods_of_object(optimizer):
+        name = type(optimizer).__name__
+        raise ValueError(
+            "Each device updates its weights by an optimizer of its own, made from the class and "
+            "the configuration: a method that is assigned to an object is not in it. Write a "
+            f"subclass of {name} that has {found[0]}. Received: {name} {optimizer.name!r}, to "
+            f"which {found[0]} was assigned"
+        )
+
+
 def clone(optimizer: Any) -> Any:
     """A fresh optimizer with the same settings that reads the same learning rate.
 
@@ -159,8 +175,10 @@ def clone(optimizer: Any) -> Any:
     user's class often leaves out more: these are carried over directly.
 
     Raises:
-        ValueError: A user's class cannot be made from its configuration.
+        ValueError: A user's class cannot be made from its configuration, or a method was assigned
+            to the object.
     """
+    refuse_assigned_methods(optimizer)
     config = learning_rates.config_without_rate(optimizer)
     try:
         copy = type(optimizer).from_config(config)

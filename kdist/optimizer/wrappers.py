@@ -7,7 +7,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from kdist.config.optimizer import OptimizerConfig
-from kdist.optimizer.local import changes_rows_only, is_linear, leaf_optimizers, needs_whole
+from kdist.optimizer.local import (
+    changes_rows_only,
+    is_linear,
+    leaf_optimizers,
+    needs_whole,
+    refuse_assigned_methods,
+)
 
 import keras
 
@@ -39,6 +45,15 @@ def unwrap(optimizer: Any) -> Unwrapped:
             found = dataclasses.replace(found, inner=inner, config=config)
         else:
             return found
+
+
+def refuse_methods_of_objects(optimizer: Any) -> None:
+    """See `local.refuse_assigned_methods`; of the wrappers of an optimizer too."""
+    inside = unwrap(optimizer).inner
+    refuse_assigned_methods(inside)
+    while optimizer is not inside:
+        refuse_assigned_methods(optimizer)
+        optimizer = optimizer.inner_optimizer
 
 
 def optimizers_of(model: keras.Model) -> dict[str, Any]:

@@ -151,6 +151,7 @@ class _recording_call:
 
     def __enter__(self) -> None:
         inner = self.loss.call
+        self._assigned = vars(self.loss).get("call")  # to the object, by the user
 
         def call(*args: Any, **kwargs: Any) -> Any:
             values = inner(*args, **kwargs)
@@ -161,6 +162,8 @@ class _recording_call:
 
     def __exit__(self, *exc: Any) -> None:
         del self.loss.__dict__["call"]
+        if self._assigned is not None:
+            self.loss.call = self._assigned
 
 
 def shares_from_counts(counts: Sequence[Any]) -> list[Any]:

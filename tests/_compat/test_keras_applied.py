@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 
 import kdist
 from kdist._compat import keras_applied
+from kdist.optimizer.local import refuse_assigned_methods
 
 import keras
 import pytest
@@ -22,6 +24,19 @@ def test_own_methods():
     kind = type("Own", (keras.optimizers.SGD,), {"apply": None, "__module__": __name__})
     found = [keras_applied.own_methods(k(0.5), ["apply"]) for k in kind.__mro__[:2]]
     assert found == [["apply"], []]
+
+
+def test_methods_of_object():
+    optimizer = keras.optimizers.SGD(0.5)
+    keras_applied.replace_apply(optimizer, refuse_assigned_methods)
+    assert keras_applied.methods_of_object(optimizer) == []
+    optimizer.own = optimizer.update_step = functools.partial(lambda *_: None)
+    assert keras_applied.methods_of_object(optimizer) == ["update_step"]
+
+
+def test__package_of():
+    assert keras_applied._package_of(functools.partial(keras.ops.add, 1)) == "keras"
+    assert keras_applied._package_of(3) == ""
 
 
 def test_replace_apply():

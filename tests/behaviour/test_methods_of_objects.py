@@ -135,3 +135,50 @@ def test_functions_of_the_users_own_are_refused(kind: str, on_object: bool) -> N
     with pytest.raises(ValueError, match=rf"in {kind}_step, and leave {name} to Keras"):
         kdist.parallelize(model, config({"data": 2}))
     assert name not in vars(model) or on_object
+
+
+@pytest.mark.parametrize("axes", [{"data": 2}, {"data": 2, "model": 2}], ids=["data", "inner"])
+def test_a_loss_whose_call_is_assigned_counts(axes: dict[str, int]) -> None:
+    """Though it is of one of Keras's classes, whose values are told apart by rows."""
+    results = []
+    for parallel in (False, True):
+        loss, model = keras.losses.MeanSquaredError(), mlp()
+        of_keras = loss.call
+        loss.call = lambda y, found, call=of_keras: ops.abs(call(y, found) - 1.0)
+        if parallel:
+            kdist.parallelize(model, config(axes))
+        model.compile(keras.optimizers.Adam(0.01), loss)
+        history = model.fit(X, Y, batch_size=8, shuffle=False, verbose=0).history
+        results.append((history["loss"], [np.array(w) for w in model.get_weights()]))
+    assert_close(*results)
+
+
+class Own(keras.Model):
+    """A model with a step of its own."""
+
+    def train_step(self, data: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = ops.mean((self(data[0], training=True) - data[1]) ** 2)
+        self.optimizer.apply_gradients(
+            zip(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        )
+        return {"loss": loss}
+
+
+@pytest.mark.parametrize("method", ["update_step", "apply", "_clip_gradients", "apply_gradients"])
+@pytest.mark.parametrize("own_step", [False, True], ids=["fit", "own step"])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_methods_assigned_to_an_optimizer_are_refused(
+    method: str, own_step: bool, scaled: bool
+) -> None:
+    """Devices update by optimizers of their own, which do not have them."""
+    model, optimizer = mlp(), keras.optimizers.SGD(0.1)
+    if own_step:
+        model = Own(model.inputs, model.outputs)
+    setattr(optimizer, method, lambda *given: None)
+    if scaled:
+        optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
+    kdist.parallelize(model, config({"data": 2}))
+    model.compile(optimizer, "mse")
+    with pytest.raises(ValueError, match=rf"a subclass of SGD that has {method}\. Received"):
+        model.fit(X, Y, batch_size=8, verbose=0)
