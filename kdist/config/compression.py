@@ -24,6 +24,7 @@ SENSITIVE = re.compile("embed|norm", re.IGNORECASE)
 """Paths of matrices that the default leaves uncompressed; vectors are left in any case."""
 
 
+@explains_fields
 @dataclass(frozen=True, kw_only=True)
 class PowerSGD:
     """Low-rank compression: the gradient matrix M travels as P = M Q and Q = M^T P.

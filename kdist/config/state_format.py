@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from kdist._compat import keras_optimizers
+from kdist.config.unknown_fields import explains_fields
 from kdist.layers.lazy import Lazy
 from kdist.storage.state_formats import FORMATS, ROUNDINGS, Format, Rounding
 
@@ -79,6 +80,7 @@ SLOTS: dict[str, dict[str, SlotKind]] = {
 """Class name and attribute of every per-variable slot that Keras's optimizers make."""
 
 
+@explains_fields
 @dataclass(frozen=True, kw_only=True)
 class StateFormatConfig:
     """In which formats optimizer moments are kept.

@@ -48,6 +48,8 @@ def test_what_to_write(owner: str, name: str, instead: str) -> None:
         (kdist.CompressionConfig, "ranks"),
         (kdist.PipelineConfig, "microbatches"),
         (kdist.RecomputeConfig, "layer"),
+        (kdist.PowerSGD, "ranks"),
+        (kdist.StateFormatConfig, "format"),
     ],
 )
 def test_each_configuration_refuses_what_it_does_not_have(make: Any, name: str) -> None:
