@@ -4,7 +4,7 @@
 continuous integration runs, on a machine that does nothing else:
 
     sh run.sh test --wide --junitxml=durations.xml
-    sh run.sh python tests/tiers.py durations.xml
+    sh run.sh python tests/tiers.py durations.xml [seconds]
 
 Those functions stay whose rows are cheapest in the mean, as many as ten minutes allow. Of a file
 of which none would stay, one row of the cheapest does ("[1:]" is on the list, its other rows), so
@@ -96,12 +96,26 @@ def chosen(rows: Mapping[str, Sequence[float]], seconds: float = SECONDS) -> lis
     return sorted(found)
 
 
-def main(durations: Path) -> None:
+def listed(rows: Mapping[str, Sequence[float]], seconds: float) -> list[str]:
+    """What belongs on the list: what is chosen, and what the run has left out.
+
+    Args:
+        rows: See `taken`.
+        seconds: See `chosen`.
+    """
+    found = set(chosen(rows, seconds))
+    for name in wide():
+        ran = rows.get(name.removesuffix(OTHERS), ())
+        # Of a function with others on the list, a run without `--wide` has the first row alone.
+        if not ran or (name.endswith(OTHERS) and len(ran) == 1):
+            found.add(name)
+    return sorted(name for name in found if name.removesuffix(OTHERS) not in found - {name})
+
+
+def main(durations: Path, seconds: float = SECONDS) -> None:
     """Writes the list."""
-    rows = taken(durations)
-    names = {*chosen(rows), *(one for one in wide() if one.removesuffix(OTHERS) not in rows)}
-    LIST.write_text("\n".join(sorted(names)) + "\n", encoding="utf-8")
+    LIST.write_text("\n".join(listed(taken(durations), seconds)) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *map(float, sys.argv[2:]))

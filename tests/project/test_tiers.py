@@ -3,6 +3,7 @@
 import ast
 from pathlib import Path
 
+from .. import tiers
 from ..tiers import OTHERS, Tiers, chosen, taken, wide
 
 CHECKOUT = Path(__file__).resolve().parents[2]
@@ -32,6 +33,13 @@ def test_the_cheapest_stay_and_one_row_of_each_file():
     assert chosen(rows, seconds=40) == ["a.py::x"]
     assert chosen(rows, seconds=16) == ["a.py::x", "a.py::y[1:]"]
     assert chosen(rows, seconds=12) == ["a.py::x", "a.py::y[1:]", "b.py::w"]
+
+
+def test_what_a_run_left_out_stays_on_the_list(monkeypatch):
+    monkeypatch.setattr(tiers, "wide", lambda: frozenset({"a.py::x[1:]", "a.py::y", "b.py::z[1:]"}))
+    rows = {"a.py::x": [3], "a.py::w": [1], "b.py::z": [2, 2]}
+    assert tiers.listed(rows, seconds=9) == ["a.py::x[1:]", "a.py::y"]
+    assert tiers.listed(rows, seconds=4) == ["a.py::x", "a.py::y", "b.py::z[1:]"]
 
 
 def test_of_some_functions_the_first_row_stays(monkeypatch):
