@@ -90,6 +90,8 @@ def instead_of(owner: str, name: str) -> str:
     field = _FIELDS.get(name, name)
     if field in _classes[owner]:
         return f"{field}=..."
+    if near := difflib.get_close_matches(name, _classes[owner], 1, cutoff=0.9):  # `stage`
+        return f"{near[0]}=..."
     for other, written in _OF_OTHERS.items():
         if field in _classes[other]:
             at = written.format(field)

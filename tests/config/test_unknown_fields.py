@@ -25,6 +25,7 @@ import pytest
         ("ParallelConfig", "colour", ""),
         ("OptimizerConfig", "stage", "level=..."),
         ("OptimizerConfig", "layout_map", "ParallelConfig(..., layout_map=...)"),
+        ("PipelineConfig", "stage", "stages=..."),
         ("PipelineConfig", "num_microbatches", "micro_batches=..."),
         ("PipelineConfig", "pp", "ParallelConfig(mesh=kdist.mesh(pipe=...), ...)"),
         ("FusionConfig", "bucket_cap_mb", "size_mb=..."),
